@@ -1,0 +1,83 @@
+"""One header for what may be one file, a sharded index, or a folder in diffusers layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+
+from ..errors import CheckpointError
+from .header import MAX_HEADER_BYTES, REDOWNLOAD, Header, TensorInfo, read_header
+
+INDEX_SUFFIX = ".safetensors.index.json"
+
+
+class ShardedHeader(Header):
+    """The headers of several shards as one; `shard_of` tells which file holds a tensor."""
+
+    shard_of: dict[str, Path]
+
+
+def open_source(path: str | PathLike[str], subfolder: str = "") -> Header:
+    """Read the header of a file, of the shards of an index, or of a folder that has either.
+
+    Args:
+        path: A `.safetensors` file, a `.safetensors.index.json`, or a folder.
+        subfolder: Where a diffusers folder keeps this part, e.g. `transformer`.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = _find_in_folder(path, subfolder)
+    return _read_index(path) if path.name.endswith(INDEX_SUFFIX) else read_header(path)
+
+
+def tensor_files(header: Header) -> Iterator[tuple[Path, list[str]]]:
+    """The files behind a header, each with the names of its tensors."""
+    if not isinstance(header, ShardedHeader):
+        yield header.path, list(header.tensors)
+        return
+    by_file: dict[Path, list[str]] = {}
+    for name, file in header.shard_of.items():
+        by_file.setdefault(file, []).append(name)
+    yield from by_file.items()
+
+
+def _find_in_folder(folder: Path, subfolder: str) -> Path:
+    place = folder / subfolder if (folder / subfolder).is_dir() else folder
+    candidates = sorted(place.glob("*" + INDEX_SUFFIX)) or sorted(place.glob("*.safetensors"))
+    if len(candidates) != 1:
+        raise CheckpointError(
+            f"The folder does not hold exactly one {subfolder or 'model'}.",
+            file=place,
+            found=", ".join(file.name for file in candidates) or "no safetensors file",
+            expected=f"one .safetensors file or one {INDEX_SUFFIX}",
+            fix="Name the file itself.",
+        )
+    return candidates[0]
+
+
+def _read_index(path: Path) -> Header:
+    try:
+        if path.stat().st_size > MAX_HEADER_BYTES:
+            raise ValueError("too large")
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+        shards = {name: path.parent / file for name, file in weight_map.items()}
+        if any(not isinstance(f, str) or "/" in f or "\\" in f or f.startswith(".") for f in weight_map.values()):
+            raise ValueError("a shard outside the folder")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            "The index of the sharded model cannot be read.",
+            file=path, found=str(error)[:200], expected="a JSON object with a weight_map", fix=REDOWNLOAD,
+        ) from error  # fmt: skip
+    headers = {file: read_header(file) for file in sorted(set(shards.values()))}
+    tensors: dict[str, TensorInfo] = {}
+    for name, file in shards.items():
+        if name not in headers[file].tensors:
+            raise CheckpointError(
+                "A shard lacks a tensor that the index names.", file=file, found=f"no '{name}'", fix=REDOWNLOAD
+            )
+        tensors[name] = headers[file].tensors[name]
+    merged = ShardedHeader(path, tensors, {}, 0, sum(header.file_size for header in headers.values()))
+    object.__setattr__(merged, "shard_of", shards)
+    return merged

@@ -1,0 +1,1 @@
+"""From a prompt to what the DiT's adapter needs: weights, the two token streams, Qwen3 hidden states."""

@@ -1,0 +1,174 @@
+"""Loading files into ComfyUI's own kinds of objects: ModelPatcher, CLIP and VAE."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.sd
+import comfy.supported_models_base
+import comfy.text_encoders.anima
+import comfy.text_encoders.hunyuan_video
+import comfy.utils
+import torch
+from torch import Tensor
+
+from ..anima.checkpoint.dit import QUANTISATION_EXTRAS, DitPlan, cast_floating, plan_dit
+from ..anima.checkpoint.header import Header
+from ..anima.checkpoint.kinds import identify
+from ..anima.checkpoint.layouts import find_vae_prefix, text_encoder_layout
+from ..anima.checkpoint.sources import open_source, tensor_files
+from ..anima.errors import CheckpointError, WrongKindError
+from ..anima.text.qwen3 import check_qwen3
+from ..anima.vae import check_vae
+from .model import AnimaModelConfig
+
+QWEN_HEAD_DIM = 128
+"""ComfyUI's Qwen3-0.6B has this head dimension built in."""
+
+_log = logging.getLogger("anima")
+
+
+def read_tensors(header: Header, rename: dict[str, str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read the renamed tensors of a header's files the way ComfyUI reads files (memory-mapped).
+
+    Returns:
+        Canonical name -> tensor, and the metadata of the file.
+    """
+    tensors: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    for file, names in tensor_files(header):
+        loaded, file_metadata = comfy.utils.load_torch_file(str(file), return_metadata=True)
+        tensors |= {rename[name]: loaded[name] for name in names if name in rename}
+        metadata |= file_metadata or {}
+    return tensors, metadata
+
+
+def load_dit(
+    path: str, adapter: str | None = None, dtype: torch.dtype | None = None, disable_dynamic: bool = False
+) -> comfy.model_patcher.ModelPatcher:
+    """Load a DiT as ComfyUI loads its own models: dtype choice, manual cast, offload device, dynamic patcher.
+
+    Args:
+        path: File, sharded index or diffusers folder.
+        adapter: File whose LLM adapter replaces the DiT's own.
+        dtype: Storage dtype of the weights; None lets ComfyUI choose for the machine and its start flags.
+        disable_dynamic: Ask for a patcher without dynamic VRAM, as ComfyUI does when it needs a delegate.
+    """
+    plan = plan_dit(path, adapter)
+    patcher = _build_patcher(plan, dtype, disable_dynamic)
+    patcher.cached_patcher_init = (load_dit, (path, adapter, dtype))
+    _log.info("Anima: %s", plan.report())
+    return patcher
+
+
+def _build_patcher(plan: DitPlan, dtype: torch.dtype | None, disable_dynamic: bool) -> Any:
+    sd: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    for source in plan.sources:
+        tensors, file_metadata = read_tensors(source.header, source.rename)
+        sd |= tensors
+        metadata |= file_metadata
+    sd, _ = comfy.utils.convert_old_quants(sd, model_prefix="", metadata=metadata)
+
+    management = comfy.model_management
+    load_device = management.get_torch_device()
+    offload_device = management.unet_offload_device()
+    model_config = AnimaModelConfig(plan.config)
+    model_config.quant_config = comfy.utils.detect_layer_quantization(sd, "")
+    supported = model_config.supported_inference_dtypes
+    if dtype is None:
+        stored = None if model_config.quant_config else comfy.utils.weight_dtype(sd)
+        parameters = comfy.utils.calculate_parameters(sd)
+        dtype = management.unet_dtype(model_params=parameters, supported_dtypes=supported, weight_dtype=stored)
+    manual_cast = management.unet_manual_cast(None if model_config.quant_config else dtype, load_device, supported)
+    model_config.set_inference_dtype(dtype, manual_cast)
+
+    if model_config.quant_config:
+        model = model_config.get_model(sd, device=offload_device)
+    else:  # the file's own memory becomes the parameters: no second copy unless the dtype changes
+        sd = {name: cast_floating(tensor, dtype) for name, tensor in sd.items()}
+        model = model_config.get_model(sd, device="meta")
+        model.device = offload_device
+    model.load_model_weights(sd, assign=True)
+    patcher_class = comfy.model_patcher.ModelPatcher if disable_dynamic else comfy.model_patcher.CoreModelPatcher
+    patcher = patcher_class(model, load_device=load_device, offload_device=offload_device)
+    if not management.is_device_cpu(offload_device):
+        model.to(offload_device)
+    return patcher
+
+
+class AnimaTokenizer(comfy.text_encoders.anima.AnimaTokenizer):
+    """ComfyUI's tokenizer pair, with textual inversions kept out of the T5 stream, which has only ids."""
+
+    def tokenize_with_weights(self, text: str, return_word_ids: bool = False, **kwargs: Any) -> dict[str, Any]:
+        out = super().tokenize_with_weights(text, return_word_ids, **kwargs)
+        out["t5xxl"] = [[token for token in chunk if not torch.is_tensor(token[0])] for chunk in out["t5xxl"]]
+        return out
+
+
+def load_text_encoder(
+    path: str, embedding_directory: list[str] | None = None, disable_dynamic: bool = False
+) -> comfy.sd.CLIP:
+    """Load Qwen3 of any size as a ComfyUI CLIP object with Anima's two token streams."""
+    header = open_source(path, "text_encoder")
+    layout = text_encoder_layout(header.shapes)
+    if layout is None:
+        raise WrongKindError(
+            "This is not the Anima text encoder.",
+            file=path,
+            found=identify(header.shapes).name,
+            expected="Qwen3-0.6B (qwen_3_06b_base.safetensors)",
+            fix="Choose the Qwen3 file from models/text_encoders.",
+        )
+    shapes = layout.canonical_shapes(header.shapes)
+    extras = {name for name in shapes if QUANTISATION_EXTRAS.search(name)}
+    dims = check_qwen3({n: s for n, s in shapes.items() if n not in extras}, path, packed=bool(extras))
+    if dims.pop("head_dim") != QWEN_HEAD_DIM:
+        raise CheckpointError(
+            "The text encoder's heads do not fit ComfyUI's Qwen3.", file=path, expected=f"head dimension {QWEN_HEAD_DIM}"
+        )
+    sd, metadata = read_tensors(header, layout.rename)
+    sd, _ = comfy.utils.convert_old_quants(sd, model_prefix="", metadata=metadata)
+    detected = comfy.text_encoders.hunyuan_video.llama_detect(sd)
+    clip = comfy.sd.CLIP(
+        comfy.supported_models_base.ClipTarget(AnimaTokenizer, comfy.text_encoders.anima.te(**detected)),
+        embedding_directory=embedding_directory,
+        parameters=comfy.utils.calculate_parameters(sd),
+        state_dict=[sd],
+        model_options={"qwen3_06b_model_config": dims},
+        disable_dynamic=disable_dynamic,
+    )
+    clip.patcher.cached_patcher_init = (load_text_encoder_patcher, (path, embedding_directory))
+    _log.info("Anima: text encoder %s, %d layers, width %d", path, dims["num_hidden_layers"], dims["hidden_size"])
+    return clip
+
+
+def load_text_encoder_patcher(*args: Any, **kwargs: Any) -> comfy.model_patcher.ModelPatcher:
+    """The patcher alone, for ComfyUI's `cached_patcher_init`."""
+    return load_text_encoder(*args, **kwargs).patcher
+
+
+def load_vae(path: str) -> comfy.sd.VAE:
+    """Load a Wan 2.1 / Qwen-Image VAE as a ComfyUI VAE object."""
+    header = open_source(path, "vae")
+    kind = identify(header.shapes)
+    if kind.slug != "wan_vae":
+        raise WrongKindError(
+            "This is not the VAE that Anima uses.",
+            file=path,
+            found=kind.name,
+            expected="the Wan 2.1 / Qwen-Image VAE (qwen_image_vae.safetensors), 16 channels",
+            fix="Choose the VAE file of the Anima release from models/vae.",
+        )
+    prefix = find_vae_prefix(header.shapes) or ""
+    rename = {key: key.removeprefix(prefix) for key in header.shapes if key.startswith(prefix)}
+    check_vae({name: header.shapes[key] for key, name in rename.items()}, path)
+    sd, metadata = read_tensors(header, rename)
+    vae = comfy.sd.VAE(sd=sd, metadata=metadata)
+    vae.throw_exception_if_invalid()
+    _log.info("Anima: VAE %s", Path(path).name)
+    return vae
