@@ -1,0 +1,84 @@
+"""The shipped UI workflows in the real frontend: opened, run with the Run button, their picture seen."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from host import REPO
+from playwright.sync_api import Page, sync_playwright
+from server import WORKFLOWS, Server
+
+CHROMIUM = os.environ.get("CHROMIUM_PATH", "/usr/bin/chromium")
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+SHOTS = REPO / ".local" / "screenshots"
+
+
+@pytest.fixture(scope="module")
+def page(server: Server) -> Iterator[Page]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        page = browser.new_page(viewport={"width": 1600, "height": 900})
+        page.set_default_timeout(120_000)
+        page.goto(server.url())
+        page.wait_for_function("Boolean(window.app?.graph && window.LiteGraph?.registered_node_types?.AnimaLoader)")
+        yield page
+        browser.close()
+
+
+def open_workflow(page: Page, workflow: dict[str, Any], name: str) -> None:
+    page.evaluate("([workflow, name]) => app.loadGraphData(workflow, true, true, name)", [workflow, name])
+    page.keyboard.press("Escape")
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_workflow_opens_and_runs(page: Page, server: Server, name: str) -> None:
+    errors: list[str] = []
+    page.on("console", lambda m: errors.append(f"{m.text} {m.location}") if m.type == "error" else None)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    workflow = json.loads((REPO / "example_workflows" / f"{name}.json").read_text(encoding="utf-8"))
+    open_workflow(page, workflow, name)
+
+    state = page.evaluate(
+        """() => app.graph._nodes.map(n => ({
+            type: n.type, known: Boolean(LiteGraph.registered_node_types[n.type]), broken: Boolean(n.has_errors),
+            widgets: (n.widgets ?? []).filter(w => w.serialize !== false).map(w => [w.name, w.value]),
+        }))"""
+    )
+    assert len(state) == len(workflow["nodes"])
+    for node, saved in zip(state, workflow["nodes"], strict=True):
+        assert node["known"] and not node["broken"], node
+        assert all(value is not None for _, value in node["widgets"]), node
+        assert node["type"] == saved["type"]
+
+    page.evaluate(
+        """() => { for (const n of app.graph._nodes) for (const w of n.widgets ?? []) {
+            if (w.name === 'steps') w.value = 2
+            if (n.type === 'AnimaEmptyLatent' && ['width', 'height'].includes(w.name)) w.value = 64
+        } }"""
+    )
+    before = set((server.root / "output").glob("*.png"))
+    page.get_by_test_id("queue-button").or_(page.get_by_role("button", name="Run", exact=True)).first.click()
+    page.wait_for_function(
+        "() => app.graph._nodes.some(n => n.type === 'SaveImage' && (n.imgs?.length || app.nodeOutputs?.[n.id]?.images?.length))"
+    )
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SHOTS / f"{name}.png")
+    assert set((server.root / "output").glob("*.png")) - before, "no picture was saved"
+    ours = [error for error in errors if "anima" in error.lower()]
+    assert not ours, ours
+
+
+def test_example_workflows_are_offered_as_templates(server: Server) -> None:
+    """ComfyUI lists the pack's workflows, with a thumbnail beside each."""
+    listed = json.loads(server.get("/workflow_templates"))
+    assert sorted(listed["anima-nodes"]) == WORKFLOWS
+    for name in WORKFLOWS:
+        assert Path(REPO / "example_workflows" / f"{name}.jpg").is_file(), name
