@@ -64,11 +64,14 @@ def test_workflow_opens_and_runs(page: Page, server: Server, name: str) -> None:
             if (n.type === 'AnimaEmptyLatent' && ['width', 'height'].includes(w.name)) w.value = 64
         } }"""
     )
+    page.evaluate("() => { app.nodeOutputs = {}; for (const n of app.graph._nodes) n.imgs = undefined }")
     before = set((server.root / "output").glob("*.png"))
     page.get_by_test_id("queue-button").or_(page.get_by_role("button", name="Run", exact=True)).first.click()
     page.wait_for_function(
         "() => app.graph._nodes.some(n => n.type === 'SaveImage' && (n.imgs?.length || app.nodeOutputs?.[n.id]?.images?.length))"
     )
+    page.evaluate("() => { app.canvas.ds.scale = 0.55; app.canvas.ds.offset = [40, 120]; app.graph.setDirtyCanvas(true, true) }")
+    page.wait_for_timeout(500)
     SHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SHOTS / f"{name}.png")
     assert set((server.root / "output").glob("*.png")) - before, "no picture was saved"
