@@ -329,6 +329,6 @@ def load_image_vae(state_dict: Mapping[str, Tensor]) -> WanImageVAE:
     """Build a `WanImageVAE` on original Wan tensors, strictly; convolutions are laid out channels-last."""
     config = vae_config_from_shapes({key: tuple(tensor.shape) for key, tensor in state_dict.items()})
     with torch.device("meta"):
-        vae = WanImageVAE(config)
+        vae = WanImageVAE(config).requires_grad_(False).eval()
     vae.load_state_dict(image_state_dict(state_dict), strict=True, assign=True)
-    return vae.to(memory_format=torch.channels_last).requires_grad_(False).eval()
+    return vae.to(memory_format=torch.channels_last)

@@ -34,13 +34,6 @@ class HostedTransformer(AnimaTransformer):
     """The port with ComfyUI's DIFFUSION_MODEL wrappers around its forward."""
 
     def forward(self, x, timesteps, context, fps=None, padding_mask=None, **kwargs):
-        if x.shape[1] != self.config.in_channels:
-            raise InputError(
-                "The latent does not fit Anima.",
-                found=f"{x.shape[1]} channels",
-                expected=f"{self.config.in_channels} channels (a Wan 2.1 / Qwen-Image latent)",
-                fix="Encode the picture with the Anima VAE (WanVAEEncode), or start from AnimaEmptyLatent.",
-            )
         wrappers = comfy.patcher_extension.get_all_wrappers(
             comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, kwargs.get("transformer_options", {})
         )
@@ -71,6 +64,18 @@ class AnimaModel(comfy.model_base.BaseModel):
             )
         sd.clear()
         return self
+
+    def process_latent_in(self, latent: Tensor) -> Tensor:
+        """Normalise a latent (B, 16, ...) that sampling starts from."""
+        channels = self.latent_format.latent_channels
+        if latent.shape[1] != channels:
+            raise InputError(
+                "The latent does not fit Anima.",
+                found=f"{latent.shape[1]} channels",
+                expected=f"{channels} channels (a Wan 2.1 / Qwen-Image latent)",
+                fix="Encode the picture with the Anima VAE (WanVAEEncode), or start from AnimaEmptyLatent.",
+            )
+        return super().process_latent_in(latent)
 
     def extra_conds(self, **kwargs: Any) -> dict[str, Any]:
         """Finish the context here, before sampling, so that the adapter runs once per prompt and not per step."""

@@ -78,7 +78,13 @@ def read_header(path: str | PathLike[str]) -> Header:
             _reject_other_formats(path, start, size)
             (length,) = struct.unpack("<Q", start)
             if length > MAX_HEADER_BYTES or length < 2:
-                raise _damaged(path, f"a header of {length} bytes", f"2 to {MAX_HEADER_BYTES} bytes")
+                raise CheckpointError(
+                    "The file is not a safetensors file, or its beginning is damaged.",
+                    file=path,
+                    found=f"a header length of {length} bytes",
+                    expected=f"2 to {MAX_HEADER_BYTES} bytes",
+                    fix=REDOWNLOAD,
+                )
             if 8 + length > size:
                 raise CheckpointError(
                     "The safetensors file is cut off inside its header.",

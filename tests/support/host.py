@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import sys
 import uuid
@@ -122,6 +123,7 @@ class Host:
         if fresh:
             self.executor.reset()
         Capture.store = {}
+        graph = copy.deepcopy(graph)  # ComfyUI writes into it
         prompt_id = str(uuid.uuid4())
         valid = self.loop.run_until_complete(self.execution.validate_prompt(prompt_id, graph, None))
         if not valid[0]:
