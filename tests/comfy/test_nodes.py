@@ -172,8 +172,9 @@ def test_textual_inversion(host: Host) -> None:
     generator = torch.Generator().manual_seed(4)
     save_file({"qwen3_06b": torch.randn(3, 64, generator=generator)}, folder / "style.safetensors")
     graph = loaders() | {"p": prompt("red circle, embedding:style"), "q": prompt("red circle, ")}
-    out = host.run(graph | {"o1": capture("p", 0, "p"), "o2": capture("q", 0, "q")})
-    assert out["p"][0][0].shape[1] == out["q"][0][0].shape[1] + 3
+    out = host.run(graph | {"o1": capture("p", 0, "p"), "o2": capture("q", 0, "q"), "oc": capture("a", 1, "clip")})
+    tokens = out["clip"].tokenize("red circle, embedding:style")["qwen3_06b"][0]
+    assert sum(torch.is_tensor(token) for token, _ in tokens) == 3 and out["p"][0][0].shape[1] == len(tokens)
     assert out["p"][0][1]["t5xxl_ids"].tolist() == out["q"][0][1]["t5xxl_ids"].tolist()
     assert not torch.equal(latent_of(host, graph | sampler("p")), latent_of(host, graph | sampler("q")))
 

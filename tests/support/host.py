@@ -85,6 +85,8 @@ class Host:
         ):
             (root / name).mkdir(parents=True, exist_ok=True)
             setter(str(root / name))
+        import utils.install_util  # noqa: F401 - before nodes.py puts comfy/, which has a utils too, in front
+
         import server
 
         import execution
