@@ -68,9 +68,7 @@ class PatchEmbed(nn.Module):
     def __init__(self, in_channels: int, dim: int, operations: Any, **factory: Any):
         super().__init__()
         self.proj = nn.Sequential(
-            Rearrange(
-                "b c (t r) (h m) (w n) -> b t h w (c r m n)", r=PATCH_TEMPORAL, m=PATCH_SPATIAL, n=PATCH_SPATIAL
-            ),
+            Rearrange("b c (t r) (h m) (w n) -> b t h w (c r m n)", r=PATCH_TEMPORAL, m=PATCH_SPATIAL, n=PATCH_SPATIAL),
             operations.Linear(in_channels * PATCH_TEMPORAL * PATCH_SPATIAL**2, dim, bias=False, **factory),
         )
 
@@ -243,9 +241,7 @@ class AnimaTransformer(nn.Module):
             TimestepFeatures(config.model_dim), TimestepEmbedding(config.model_dim, operations, **factory)
         )
         self.t_embedding_norm = operations.RMSNorm(config.model_dim, eps=NORM_EPS, **factory)
-        self.blocks = nn.ModuleList(
-            Block(config, operations, attention, **factory) for _ in range(config.num_blocks)
-        )
+        self.blocks = nn.ModuleList(Block(config, operations, attention, **factory) for _ in range(config.num_blocks))
         self.final_layer = FinalLayer(config, operations, **factory)
         if config.adapter is not None:
             self.llm_adapter = LLMAdapter(config.adapter, operations, **factory)

@@ -9,6 +9,7 @@ Shapes: images (B, 3, H, W) in [-1, 1]; latents (B, 16, H/8, W/8), not normalise
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -195,7 +196,7 @@ class Encoder(nn.Module):
         dims = [config.dim * m for m in (1, *config.multipliers)]
         self.conv1 = nn.Conv2d(config.image_channels, dims[0], 3, padding=1)
         stages: list[nn.Module] = []
-        for level, (in_dim, out_dim) in enumerate(zip(dims, dims[1:], strict=False)):
+        for level, (in_dim, out_dim) in enumerate(itertools.pairwise(dims)):
             stages += [ResidualBlock(in_dim, out_dim), ResidualBlock(out_dim, out_dim)]
             if level < len(config.multipliers) - 1:
                 stages.append(Resample(out_dim, up=False))
@@ -220,7 +221,7 @@ class Decoder(nn.Module):
         self.conv1 = nn.Conv2d(LATENT_CHANNELS, dims[0], 3, padding=1)
         self.middle = _middle(dims[0])
         stages: list[nn.Module] = []
-        for level, (in_dim, out_dim) in enumerate(zip(dims, dims[1:], strict=False)):
+        for level, (in_dim, out_dim) in enumerate(itertools.pairwise(dims)):
             in_dim = in_dim // 2 if level else in_dim  # the upsampling before halved the channels
             stages += [ResidualBlock(in_dim, out_dim), ResidualBlock(out_dim, out_dim), ResidualBlock(out_dim, out_dim)]
             if level < len(multipliers) - 1:
@@ -303,7 +304,8 @@ def _tiled(
                 target.copy_(centre[..., : target.shape[-2], : target.shape[-1]])
                 if on_tile is not None:
                     on_tile()
-    assert out is not None
+    if out is None:
+        raise ValueError("an empty batch has nothing to tile")
     return out
 
 

@@ -64,7 +64,9 @@ def _choose(folder: str, id: str, tooltip: str, **kwargs: Any) -> io.Combo.Input
 
 
 def _dtype_input() -> io.Combo.Input:
-    return io.Combo.Input("weight_dtype", options=list(DTYPES), default="default", tooltip=_DTYPE_TOOLTIP, advanced=True)
+    return io.Combo.Input(
+        "weight_dtype", options=list(DTYPES), default="default", tooltip=_DTYPE_TOOLTIP, advanced=True
+    )
 
 
 class AnimaUNetLoader(io.ComfyNode):
@@ -181,14 +183,18 @@ class AnimaLoader(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, unet_name: str, clip_name: str, vae_name: str, weight_dtype: str) -> Any:
-        return fingerprint(("diffusion_models", unet_name), ("text_encoders", clip_name), ("vae", vae_name)), weight_dtype
+        return fingerprint(
+            ("diffusion_models", unet_name), ("text_encoders", clip_name), ("vae", vae_name)
+        ), weight_dtype
 
     @classmethod
     def execute(cls, unet_name: str, clip_name: str, vae_name: str, weight_dtype: str) -> io.NodeOutput:
         path = model_file("diffusion_models", unet_name)
         vae_path = model_file("vae", vae_name)
         clip = _load_clip(clip_name)
-        return io.NodeOutput(load_dit(path, None, DTYPES[weight_dtype]), clip, load_vae(vae_path), plan_dit(path).report())
+        return io.NodeOutput(
+            load_dit(path, None, DTYPES[weight_dtype]), clip, load_vae(vae_path), plan_dit(path).report()
+        )
 
 
 def _load_clip(name: str) -> Any:

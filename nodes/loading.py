@@ -129,7 +129,9 @@ def load_text_encoder(
     dims = check_qwen3({n: s for n, s in shapes.items() if n not in extras}, path, packed=bool(extras))
     if dims.pop("head_dim") != QWEN_HEAD_DIM:
         raise CheckpointError(
-            "The text encoder's heads do not fit ComfyUI's Qwen3.", file=path, expected=f"head dimension {QWEN_HEAD_DIM}"
+            "The text encoder's heads do not fit ComfyUI's Qwen3.",
+            file=path,
+            expected=f"head dimension {QWEN_HEAD_DIM}",
         )
     sd, metadata = read_tensors(header, layout.rename)
     sd, _ = comfy.utils.convert_old_quants(sd, model_prefix="", metadata=metadata)

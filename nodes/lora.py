@@ -75,9 +75,7 @@ class AnimaLoraLoader(io.ComfyNode):
         return io.NodeOutput(patched, patched_clip, report)
 
 
-def apply_lora(
-    model: Any, clip: Any, path: str, strength_model: float, strength_clip: float
-) -> tuple[Any, Any, str]:
+def apply_lora(model: Any, clip: Any, path: str, strength_model: float, strength_clip: float) -> tuple[Any, Any, str]:
     """Clone model and clip with the LoRA's patches added.
 
     Args:

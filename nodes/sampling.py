@@ -6,9 +6,10 @@ from typing import Any
 
 import comfy.model_management
 import comfy.model_sampling
-import nodes as host_nodes
 import torch
 from comfy_api.latest import io
+
+import nodes as host_nodes
 
 from ..anima.errors import InputError
 from ..anima.sampling import SHIFT
@@ -49,7 +50,9 @@ class AnimaModelSampling(io.ComfyNode):
                 fix="Use the model-sampling node of that model.",
             )
         if shift <= 0:
-            raise InputError("The shift must be above 0.", found=str(shift), expected="3.0, or 1 to 10", fix="Raise it.")
+            raise InputError(
+                "The shift must be above 0.", found=str(shift), expected="3.0, or 1 to 10", fix="Raise it."
+            )
         patched = model.clone()
         sampling = AnimaSampling(model.model.model_config)
         sampling.set_parameters(shift=shift, multiplier=1.0)

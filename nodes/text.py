@@ -49,7 +49,9 @@ class Qwen3AdapterTextEncode(io.ComfyNode):
     @classmethod
     def execute(cls, text: str, clip: Any, model: Any = None, prompt_per_line: bool = False) -> io.NodeOutput:
         if clip is None:
-            raise InputError("There is no text encoder.", found="nothing at 'clip'", fix="Connect AnimaTextEncoderLoader.")
+            raise InputError(
+                "There is no text encoder.", found="nothing at 'clip'", fix="Connect AnimaTextEncoderLoader."
+            )
         if not prompt_per_line:
             encoded = encode_prompt(clip, text)
             return io.NodeOutput(encoded if model is None else finish(model, encoded))

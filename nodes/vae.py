@@ -55,7 +55,9 @@ class WanVAEDecode(io.ComfyNode):
             )
         if latent.ndim == 5 and latent.shape[2] > 1:
             return io.NodeOutput(vae.decode(latent).flatten(0, 1))
-        return io.NodeOutput(decode_images(vae, latent.reshape(latent.shape[0], LATENT_CHANNELS, *latent.shape[-2:]), tile_size))
+        return io.NodeOutput(
+            decode_images(vae, latent.reshape(latent.shape[0], LATENT_CHANNELS, *latent.shape[-2:]), tile_size)
+        )
 
 
 class WanVAEEncode(io.ComfyNode):

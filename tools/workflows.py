@@ -1,7 +1,7 @@
 """The example workflows, written once: this makes the API twins; the UI files are saved by the real frontend.
 
-    python tools/workflows.py            write example_workflows/api/*.json
-    python tools/workflows.py --ui       also load each in a headless Chromium and save the UI form
+python tools/workflows.py            write example_workflows/api/*.json
+python tools/workflows.py --ui       also load each in a headless Chromium and save the UI form
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def lora() -> Graph:
 def hires() -> Graph:
     """A first pass at the trained size, the latent enlarged, a second pass over it."""
     graph = base()
-    graph["8"] = node("LatentUpscaleBy", "Enlarge", (860, 320), samples=["5", 0], upscale_method="bislerp", scale_by=1.5)
+    graph["8"] = node(
+        "LatentUpscaleBy", "Enlarge", (860, 320), samples=["5", 0], upscale_method="bislerp", scale_by=1.5
+    )
     graph["9"] = node("KSampler", "Second pass", (860, 480), **{
         **graph["5"]["inputs"], "latent_image": ["8", 0], "steps": 20, "denoise": 0.55,
     })  # fmt: skip
@@ -116,7 +118,9 @@ def save_ui(url: str) -> None:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-gpu"]
+        )
         page = browser.new_page(viewport={"width": 1600, "height": 900})
         page.goto(url)
         page.wait_for_function("Boolean(window.app?.graph && window.LiteGraph?.registered_node_types?.AnimaLoader)")

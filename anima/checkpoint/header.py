@@ -177,9 +177,7 @@ def _check_entry(path: Path, name: str, entry: Any) -> TensorInfo:
         raise _damaged(path, f"data_offsets {str(offsets)[:60]} of '{name}'", "two non-negative integers")
     info = TensorInfo(dtype, tuple(shape), *offsets)
     if info.begin > info.end or (info.end - info.begin) * 8 != info.numel * DTYPE_BITS[dtype]:
-        raise _damaged(
-            path, f"'{name}' occupies {info.end - info.begin} bytes", f"the size of {dtype} {list(shape)}"
-        )
+        raise _damaged(path, f"'{name}' occupies {info.end - info.begin} bytes", f"the size of {dtype} {list(shape)}")
     return info
 
 

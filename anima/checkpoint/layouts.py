@@ -22,7 +22,7 @@ DIT_PREFIXES = (
 DIT_SIGNATURE = ("x_embedder.proj.1.weight", "blocks.0.cross_attn.q_norm.weight")
 ADAPTER_SIGNATURE = "llm_adapter.blocks.0.cross_attn.q_proj.weight"
 _ADAPTER_INNER = ("blocks.0.cross_attn.q_proj.weight", "embed.weight", "out_proj.weight")
-ADAPTER_PREFIXES = tuple(p + "llm_adapter." for p in DIT_PREFIXES) + ("text_conditioner.", "")
+ADAPTER_PREFIXES = (*tuple(p + "llm_adapter." for p in DIT_PREFIXES), "text_conditioner.", "")
 
 _TEXT_ENCODER_PREFIXES = (
     "text_encoders.qwen3_06b.transformer.model.", "cond_stage_model.qwen3_06b.transformer.model.",
@@ -32,7 +32,9 @@ _VAE_PREFIXES = ("first_stage_model.", "vae.", "model.", "")
 _WAN_VAE_SIGNATURE = ("decoder.head.0.gamma", "encoder.conv1.weight", "decoder.middle.0.residual.0.gamma")
 _DIFFUSERS_VAE_SIGNATURE = ("decoder.conv_in.weight", "decoder.mid_block.resnets.0.norm1.gamma")
 
-_NOT_WEIGHTS = re.compile(r"(^|\.)(pos_embedder|model_sampling|_extra_state|rotary_emb\.inv_freq|accum_\w+|logvar)(\.|$)")
+_NOT_WEIGHTS = re.compile(
+    r"(^|\.)(pos_embedder|model_sampling|_extra_state|rotary_emb\.inv_freq|accum_\w+|logvar)(\.|$)"
+)
 """Buffers that some files carry and the model derives by itself."""
 
 _DIFFUSERS_DIT = (
@@ -110,7 +112,11 @@ def is_diffusers_dit(keys: Keys) -> bool:
     return _find_prefix(keys, ("transformer.", ""), _DIFFUSERS_SIGNATURE) is not None
 
 
-_DIFFUSERS_SIGNATURE = ("patch_embed.proj.weight", "transformer_blocks.0.norm1.linear_1.weight", "time_embed.norm.weight")
+_DIFFUSERS_SIGNATURE = (
+    "patch_embed.proj.weight",
+    "transformer_blocks.0.norm1.linear_1.weight",
+    "time_embed.norm.weight",
+)
 
 
 def diffusers_to_canonical(key: str) -> str | None:

@@ -21,9 +21,10 @@ from ..vae import VAEConfig, WanImageVAE
 
 WEIGHTS = Path(__file__).with_name("weights.safetensors")
 
+ADAPTER_CONFIG = AdapterConfig(source_dim=128, model_dim=128, target_dim=128, num_blocks=2, head_dim=64, mlp_dim=512)
 DIT_CONFIG = AnimaConfig(
     model_dim=192, num_blocks=5, head_dim=48, mlp_dim=768, context_dim=128, adaln_lora_dim=32,
-    adapter=AdapterConfig(source_dim=128, model_dim=128, target_dim=128, num_blocks=2, head_dim=64, mlp_dim=512),
+    adapter=ADAPTER_CONFIG,
 )  # fmt: skip
 VAE_CONFIG = VAEConfig(dim=8)
 QWEN_DIMENSIONS = {
@@ -49,6 +50,7 @@ def rule(name: str, shape: tuple[int, ...], std: float = 1.0) -> Tensor:
 
 def text_encoder_tensors() -> dict[str, Tensor]:
     """The frozen random Qwen3, complete, bfloat16, named `model.*`."""
+
     def fill(name: str, shape: tuple[int, ...]) -> Tensor:
         if len(shape) == 1:
             return torch.ones(shape)
@@ -59,9 +61,7 @@ def text_encoder_tensors() -> dict[str, Tensor]:
 
 def t5_table(used: Tensor, rows: Tensor) -> Tensor:
     """The adapter's embedding table: trained rows where captions use them, the rule elsewhere."""
-    adapter = DIT_CONFIG.adapter
-    assert adapter is not None
-    table = rule("llm_adapter.embed.weight", (adapter.vocab_size, adapter.target_dim)).to(rows.dtype)
+    table = rule("llm_adapter.embed.weight", (ADAPTER_CONFIG.vocab_size, ADAPTER_CONFIG.target_dim)).to(rows.dtype)
     table[used.long()] = rows
     return table
 

@@ -70,7 +70,9 @@ def test_workflow_opens_and_runs(page: Page, server: Server, name: str) -> None:
     page.wait_for_function(
         "() => app.graph._nodes.some(n => n.type === 'SaveImage' && (n.imgs?.length || app.nodeOutputs?.[n.id]?.images?.length))"
     )
-    page.evaluate("() => { app.canvas.ds.scale = 0.55; app.canvas.ds.offset = [40, 120]; app.graph.setDirtyCanvas(true, true) }")
+    page.evaluate(
+        "() => { app.canvas.ds.scale = 0.55; app.canvas.ds.offset = [40, 120]; app.graph.setDirtyCanvas(true, true) }"
+    )
     page.wait_for_timeout(500)
     SHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SHOTS / f"{name}.png")

@@ -19,7 +19,10 @@ def capture(node: str, output: int, name: str) -> dict[str, Any]:
 
 def loaders(**changes: str) -> Graph:
     names = {"unet_name": "tiny.safetensors", "clip_name": "tiny.safetensors", "vae_name": "tiny.safetensors"} | changes
-    return {"a": {"class_type": "AnimaLoader", "inputs": {**names, "weight_dtype": "default"}}, "oa": capture("a", 3, "report")}
+    return {
+        "a": {"class_type": "AnimaLoader", "inputs": {**names, "weight_dtype": "default"}},
+        "oa": capture("a", 3, "report"),
+    }
 
 
 def prompt(text: str, finished: bool = False) -> dict[str, Any]:
@@ -72,17 +75,25 @@ def test_conditioning_average_means_what_it_says(host: Host, strength: float, sa
 
 def test_conditioning_concat_reaches_the_model(host: Host) -> None:
     graph = loaders() | {"p": prompt("red circle", True), "q": prompt("blue star", True)}
-    graph["cat"] = {"class_type": "ConditioningConcat", "inputs": {"conditioning_to": ["p", 0], "conditioning_from": ["q", 0]}}
+    graph["cat"] = {
+        "class_type": "ConditioningConcat",
+        "inputs": {"conditioning_to": ["p", 0], "conditioning_from": ["q", 0]},
+    }
     assert not torch.equal(latent_of(host, graph | sampler("cat")), latent_of(host, graph | sampler("p")))
 
 
 def test_zero_out_of_a_finished_context_is_zero(host: Host) -> None:
-    graph = loaders() | {"p": prompt("red circle", True), "z": {"class_type": "ConditioningZeroOut", "inputs": {"conditioning": ["p", 0]}}}
+    graph = loaders() | {
+        "p": prompt("red circle", True),
+        "z": {"class_type": "ConditioningZeroOut", "inputs": {"conditioning": ["p", 0]}},
+    }
     graph["oz"] = capture("z", 0, "zero")
     zero = host.run(graph | sampler("z"))["zero"][0]
     assert zero[0].abs().sum() == 0 and "t5xxl_ids" not in zero[1]
     model = host.run(loaders() | {"om": capture("a", 0, "model")})["model"].model
-    conds = model.extra_conds(device=torch.device("cpu"), noise=torch.zeros(1, 16, 1, 8, 8), cross_attn=zero[0], **zero[1])
+    conds = model.extra_conds(
+        device=torch.device("cpu"), noise=torch.zeros(1, 16, 1, 8, 8), cross_attn=zero[0], **zero[1]
+    )
     assert conds["c_crossattn"].cond.abs().sum() == 0
 
 
@@ -137,7 +148,9 @@ def test_conditioning_of_a_foreign_encoder_warns_once(host: Host, caplog: pytest
     model._warned_foreign = False
     with caplog.at_level(logging.WARNING, "anima"):
         for _ in range(2):
-            model.extra_conds(device=torch.device("cpu"), noise=torch.zeros(1, 16, 1, 8, 8), cross_attn=torch.randn(1, 5, 48))
+            model.extra_conds(
+                device=torch.device("cpu"), noise=torch.zeros(1, 16, 1, 8, 8), cross_attn=torch.randn(1, 5, 48)
+            )
     assert sum("without T5 ids" in record.message for record in caplog.records) == 1
 
 
@@ -196,7 +209,10 @@ def test_decoder_equals_the_cores_within_its_bound_in_tiles_too(host: Host) -> N
     graph["core"] = {"class_type": "VAEDecode", "inputs": {"samples": ["ks", 0], "vae": ["a", 2]}}
     graph["o"] = capture("core", 0, "core")
     for tile in (0, 64):
-        graph[f"d{tile}"] = {"class_type": "WanVAEDecode", "inputs": {"samples": ["ks", 0], "vae": ["a", 2], "tile_size": tile}}
+        graph[f"d{tile}"] = {
+            "class_type": "WanVAEDecode",
+            "inputs": {"samples": ["ks", 0], "vae": ["a", 2], "tile_size": tile},
+        }
         graph[f"o{tile}"] = capture(f"d{tile}", 0, f"ours{tile}")
     out = host.run(graph)
     assert out["core"].shape == (1, 136, 136, 3)
@@ -285,7 +301,9 @@ def test_adapter_override(host: Host) -> None:
         "o": capture("u", 0, "model"), "r": capture("u", 1, "report"),
     }  # fmt: skip
     out = host.run(graph)
-    assert torch.equal(out["model"].model.diffusion_model.llm_adapter.out_proj.weight, tiny.dit()["llm_adapter.out_proj.weight"])
+    assert torch.equal(
+        out["model"].model.diffusion_model.llm_adapter.out_proj.weight, tiny.dit()["llm_adapter.out_proj.weight"]
+    )
     assert "from tiny.safetensors" in out["report"]
 
 
@@ -298,7 +316,9 @@ def test_model_save_loads_again_with_the_same_bits(host: Host) -> None:
     path.rename(models(host, "diffusion_models") / "saved.safetensors")
     keys = load_file(models(host, "diffusion_models") / "saved.safetensors").keys()
     assert all(key.startswith("model.diffusion_model.") for key in keys)
-    assert torch.equal(latent_of(host, loaders(unet_name="saved.safetensors") | {"p": prompt("red circle")} | sampler("p")), before)
+    assert torch.equal(
+        latent_of(host, loaders(unet_name="saved.safetensors") | {"p": prompt("red circle")} | sampler("p")), before
+    )
 
 
 def test_second_load_of_a_used_model_keeps_its_weights(host: Host) -> None:
@@ -347,7 +367,9 @@ def write_bad_files(host: Host) -> None:
     save_file(tensors, text / "dit.safetensors")
     save_file(tensors, vae / "dit.safetensors")
     save_file({n: t for n, t in tiny.text_encoder().items() if "layers.1.mlp" not in n}, text / "missing.safetensors")
-    save_file({n: t for n, t in tiny.vae().items() if "decoder.middle.0.residual.2" not in n}, vae / "missing.safetensors")
+    save_file(
+        {n: t for n, t in tiny.vae().items() if "decoder.middle.0.residual.2" not in n}, vae / "missing.safetensors"
+    )
 
 
 ERRORS = [
@@ -393,7 +415,10 @@ def test_4_channel_latent_into_the_sampler(host: Host) -> None:
     graph["lat"] = {"class_type": "EmptyLatentImage", "inputs": {"width": 64, "height": 64, "batch_size": 1}}
     assert latent_of(host, graph).shape == (1, 16, 1, 8, 8), "an empty one is only a size"
 
-    save_file({"latent_tensor": torch.ones(1, 4, 8, 8), "latent_format_version_0": torch.tensor([])}, host.root / "input" / "sd.latent")
+    save_file(
+        {"latent_tensor": torch.ones(1, 4, 8, 8), "latent_format_version_0": torch.tensor([])},
+        host.root / "input" / "sd.latent",
+    )
     graph["lat"] = {"class_type": "LoadLatent", "inputs": {"latent": "sd.latent"}}
     with pytest.raises(GraphError, match="4 channels"):
         host.run(graph)
@@ -431,7 +456,9 @@ def write_lora(host: Host, name: str, tensors: dict[str, torch.Tensor]) -> str:
 
 def pair(rows: int, columns: int, rank: int = 4, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, rank, generator=generator) / 2, torch.randn(rank, columns, generator=generator) / columns**0.5
+    return torch.randn(rows, rank, generator=generator) / 2, torch.randn(
+        rank, columns, generator=generator
+    ) / columns**0.5
 
 
 def with_lora(name: str, strength: float = 1.0) -> Graph:
@@ -458,7 +485,9 @@ def test_every_spelling_is_the_same_lora(host: Host, down_name: str) -> None:
     merged = tiny.dit()
     merged["blocks.0.self_attn.q_proj.weight"] = merged["blocks.0.self_attn.q_proj.weight"] + 0.7 * up @ down
     save_file(tiny.prefixed(merged, "net."), folder / "merged.safetensors")
-    with_patch = latent_of(host, loaders() | with_lora(name, 0.7) | {"p": prompt("red circle")} | sampler("p", model=["lo", 0]))
+    with_patch = latent_of(
+        host, loaders() | with_lora(name, 0.7) | {"p": prompt("red circle")} | sampler("p", model=["lo", 0])
+    )
     plain = loaders(unet_name="merged.safetensors") | {"p": prompt("red circle")} | sampler("p")
     torch.testing.assert_close(with_patch, latent_of(host, plain), rtol=1e-4, atol=1e-4)
 
@@ -466,14 +495,21 @@ def test_every_spelling_is_the_same_lora(host: Host, down_name: str) -> None:
 def test_lora_equals_the_cores_loader_where_core_knows_the_name(host: Host) -> None:
     up, down = pair(384, 96)
     key = "lora_unet_blocks_2_mlp_layer1"
-    name = write_lora(host, "kohya", {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up, f"{key}.alpha": torch.tensor(2.0)})
+    name = write_lora(
+        host, "kohya", {f"{key}.lora_down.weight": down, f"{key}.lora_up.weight": up, f"{key}.alpha": torch.tensor(2.0)}
+    )
     ours = loaders() | with_lora(name, 0.8) | {"p": prompt("red circle")} | sampler("p", model=["lo", 0])
     core = loaders() | {"p": prompt("red circle")} | sampler("p", model=["lo", 0])
-    core["lo"] = {"class_type": "LoraLoaderModelOnly", "inputs": {"model": ["a", 0], "lora_name": name, "strength_model": 0.8}}
+    core["lo"] = {
+        "class_type": "LoraLoaderModelOnly",
+        "inputs": {"model": ["a", 0], "lora_name": name, "strength_model": 0.8},
+    }
     plain = latent_of(host, loaders() | {"p": prompt("red circle")} | sampler("p"))
     with_ours = latent_of(host, ours)
     assert torch.equal(with_ours, latent_of(host, core)) and not torch.equal(with_ours, plain)
-    assert torch.equal(latent_of(host, loaders() | {"p": prompt("red circle")} | sampler("p")), plain), "the model is as before"
+    assert torch.equal(latent_of(host, loaders() | {"p": prompt("red circle")} | sampler("p")), plain), (
+        "the model is as before"
+    )
 
 
 def test_lora_on_adapter_and_text_encoder_is_reported(host: Host) -> None:

@@ -17,7 +17,14 @@ from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-SHAPES = [(1, 16, 1, 8, 8), (2, 16, 1, 9, 13), (1, 16, 3, 8, 6), (2, 16, 3, 7, 5), (1, 16, 1, 135, 4), (2, 16, 1, 32, 32)]
+SHAPES = [
+    (1, 16, 1, 8, 8),
+    (2, 16, 1, 9, 13),
+    (1, 16, 3, 8, 6),
+    (2, 16, 3, 7, 5),
+    (1, 16, 1, 135, 4),
+    (2, 16, 1, 32, 32),
+]
 
 
 def fused_host() -> bool:
@@ -138,7 +145,19 @@ def prompts() -> list[str]:
         "<|endoftext|>", "</s>", "<pad>", "<extra_id_0> text", "a" * 500, "word " * 1000, "https://example.org/?q=1&b=2",
     ]  # fmt: skip
     rng = random.Random(7)
-    words = ["red", "circle", "(blue:1.2)", "((x))", "hatsune miku", "\\(name\\)", "1girl,", "初音", "🎀", ".", "(a (b:0.7) c)"]
+    words = [
+        "red",
+        "circle",
+        "(blue:1.2)",
+        "((x))",
+        "hatsune miku",
+        "\\(name\\)",
+        "1girl,",
+        "初音",
+        "🎀",
+        ".",
+        "(a (b:0.7) c)",
+    ]
     return fixed + [" ".join(rng.choices(words, k=rng.randint(1, 12))) for _ in range(190)]
 
 
@@ -252,7 +271,12 @@ def test_vae_decode_and_encode(host: Host, dtype: torch.dtype, size: tuple[int, 
 
     sd = tiny.vae(dtype=dtype)
     theirs = comfy.ldm.wan.vae.WanVAE(
-        dim=8, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=2, attn_scales=[], temperal_downsample=[False, True, True]
+        dim=8,
+        z_dim=16,
+        dim_mult=[1, 2, 4, 4],
+        num_res_blocks=2,
+        attn_scales=[],
+        temperal_downsample=[False, True, True],
     ).to(dtype)
     theirs.load_state_dict(sd, strict=True)
     vae = host.module("anima.vae")

@@ -85,11 +85,10 @@ class Host:
         ):
             (root / name).mkdir(parents=True, exist_ok=True)
             setter(str(root / name))
+        import execution
+        import server
         import utils.install_util  # noqa: F401 - before nodes.py puts comfy/, which has a utils too, in front
 
-        import server
-
-        import execution
         import nodes
 
         self.loop = asyncio.new_event_loop()

@@ -130,7 +130,10 @@ class Server:
         if entry["status"]["status_str"] != "success":
             raise PromptError(entry)
         images = [image for output in entry["outputs"].values() for image in output.get("images", [])]
-        return [np.asarray(Image.open(self.root / image["type"] / image["subfolder"] / image["filename"])) for image in images]
+        return [
+            np.asarray(Image.open(self.root / image["type"] / image["subfolder"] / image["filename"]))
+            for image in images
+        ]
 
 
 class PromptError(Exception):

@@ -71,7 +71,11 @@ def test_adapter_from_another_file(dit) -> None:
     bare = {name: t for name, t in tiny.dit().items() if not name.startswith("llm_adapter.")}
     model = dit(tiny.prefixed(bare, "net."), "bare.safetensors")
     adapter = {n.removeprefix("llm_adapter."): t for n, t in tiny.dit(seed=9).items() if n.startswith("llm_adapter.")}
-    for name, tensors in {"alone": adapter, "prefixed": tiny.prefixed(adapter, "llm_adapter."), "whole": tiny.dit(seed=9)}.items():
+    for name, tensors in {
+        "alone": adapter,
+        "prefixed": tiny.prefixed(adapter, "llm_adapter."),
+        "whole": tiny.dit(seed=9),
+    }.items():
         plan = plan_dit(model, dit(tensors, f"{name}.safetensors"))
         assert plan.config == tiny.CONFIG and f"{name}.safetensors" in plan.report()
 

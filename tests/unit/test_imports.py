@@ -8,7 +8,16 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-HOST_MODULES = {"comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "server", "execution", "node_helpers"}
+HOST_MODULES = {
+    "comfy",
+    "comfy_api",
+    "comfy_extras",
+    "comfy_execution",
+    "folder_paths",
+    "server",
+    "execution",
+    "node_helpers",
+}
 
 
 def imported_roots(path: Path) -> set[str]:

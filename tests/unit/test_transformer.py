@@ -27,7 +27,9 @@ def run(model: AnimaTransformer, shape: tuple[int, ...], **kwargs: object) -> Te
     return model(x, torch.full((shape[0],), 0.7), context, **kwargs)
 
 
-@pytest.mark.parametrize("shape", [(1, 16, 8, 8), (2, 16, 9, 7), (1, 16, 1, 135, 3), (1, 16, 3, 5, 4), (3, 16, 1, 1, 1)])
+@pytest.mark.parametrize(
+    "shape", [(1, 16, 8, 8), (2, 16, 9, 7), (1, 16, 1, 135, 3), (1, 16, 3, 5, 4), (3, 16, 1, 1, 1)]
+)
 def test_output_has_the_input_shape(model: AnimaTransformer, shape: tuple[int, ...]) -> None:
     out = run(model, shape)
     assert out.shape == shape and out.isfinite().all() and out.std() > 0.1

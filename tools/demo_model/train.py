@@ -95,7 +95,7 @@ def give_wan_statistics(vae: WanImageVAE, images: Tensor) -> None:
     offset = torch.tensor(LATENTS_MEAN) - mean * scale
     vae.conv1.weight[:LATENT_CHANNELS] *= scale[:, None, None, None]
     vae.conv1.bias[:LATENT_CHANNELS] = vae.conv1.bias[:LATENT_CHANNELS] * scale + offset
-    vae.conv2.bias -= (vae.conv2.weight[..., 0, 0] @ (offset / scale))
+    vae.conv2.bias -= vae.conv2.weight[..., 0, 0] @ (offset / scale)
     vae.conv2.weight /= scale[None, :, None, None]
 
 
