@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,18 +20,127 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        return args.run(args) or 0
+        args.run(args)
     except AnimaError as error:
         print(f"anima {args.command}: {error}", file=sys.stderr)
         return 1
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="anima", description="Anima text-to-image without ComfyUI.")
     parser.add_argument("--version", action="version", version=f"anima {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_demo_model(commands)
+    for add in (_add_generate, _add_download, _add_inspect, _add_convert, _add_demo_model):
+        add(commands)
     return parser
+
+
+def _add_generate(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("generate", help="make pictures from a prompt")
+    command.add_argument("--dit", required=True, help="the diffusion model: file, sharded index or diffusers folder")
+    command.add_argument("--text-encoder", required=True, help="Qwen3-0.6B")
+    command.add_argument("--vae", required=True, help="the Wan 2.1 / Qwen-Image VAE")
+    command.add_argument("--adapter", help="take the LLM adapter from this file")
+    command.add_argument("--prompt", required=True)
+    command.add_argument("--negative", default="")
+    command.add_argument("--size", default="1024x1024", metavar="WxH")
+    command.add_argument("--steps", type=int, default=30)
+    command.add_argument("--cfg", type=float, default=4.0)
+    command.add_argument("--shift", type=float, default=3.0)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--sampler", default="euler", help="euler, dpmpp_2m or er_sde")
+    command.add_argument("--batch", type=int, default=1)
+    command.add_argument("--image", type=Path, help="picture to start from (image-to-image)")
+    command.add_argument("--mask", type=Path, help="white where the picture may change (inpainting; needs --image)")
+    command.add_argument("--denoise", type=float, default=1.0, help="how much of --image to replace, 0 to 1")
+    command.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
+    command.add_argument("--device", default="cpu", help="cpu, cuda, mps, ...")
+    command.add_argument("--offload", action="store_true", help="keep each part on the device only while it works")
+    command.add_argument("--tile", type=int, help="decode in exact tiles of this many pixels")
+    command.add_argument("--out", type=Path, default=Path("anima.png"))
+    command.set_defaults(run=_generate)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from .generate import generate_files
+
+    for path in generate_files(args):
+        print(path)
+
+
+def _add_download(commands: argparse._SubParsersAction) -> None:
+    from .download import FILES
+
+    command = commands.add_parser("download", help="fetch the published files into a models folder")
+    command.add_argument("files", nargs="*", help=f"of {', '.join(FILES)}; by default all but the LoRA")
+    command.add_argument("--out", type=Path, required=True, help="a ComfyUI models folder")
+    command.add_argument("--dry-run", action="store_true", help="list sizes and licences, download nothing")
+    command.add_argument("--force", action="store_true", help="download again what is there")
+    command.set_defaults(run=_download)
+
+
+def _download(args: argparse.Namespace) -> None:
+    from .download import FILES, fetch, look_up
+
+    names = args.files or ["dit", "text-encoder", "vae"]
+    unknown = [name for name in names if name not in FILES]
+    if unknown:
+        raise AnimaError("No such file is published.", found=", ".join(unknown), expected=", ".join(FILES))
+    for name in names:
+        file = FILES[name]
+        print(f"{name}: {file.name} from {file.repo}\n  licence: {file.licence}")
+        if args.dry_run:
+            print(f"  {look_up(file).size / 1e9:.2f} GB -> {args.out / file.folder / file.name}")
+        else:
+            print(f"  {fetch(file, args.out, args.force)}")
+
+
+def _add_inspect(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("inspect", help="say what a file is, from its header alone")
+    command.add_argument("file")
+    command.add_argument("--json", action="store_true")
+    command.set_defaults(run=_inspect)
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    from .inspection import inspect_file
+
+    report = inspect_file(args.file)
+    if args.json:
+        print(json.dumps(report, indent=2))
+        return
+    for key, value in report.items():
+        if isinstance(value, list) and len(value) > 8:
+            value = [*value[:8], f"... {len(value) - 8} more"]
+        print(f"{key}: {value}")
+
+
+def _add_convert(commands: argparse._SubParsersAction) -> None:
+    from .convert import DTYPES, LAYOUTS
+
+    command = commands.add_parser("convert", help="write a diffusion model in another layout or dtype")
+    command.add_argument("source")
+    command.add_argument("target", type=Path)
+    command.add_argument("--layout", choices=LAYOUTS, default="original")
+    command.add_argument("--adapter", help="merge the LLM adapter of this file in")
+    command.add_argument("--dtype", choices=DTYPES)
+    command.add_argument("--force", action="store_true", help="replace existing files")
+    command.set_defaults(run=_convert)
+
+
+def _convert(args: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    from .convert import convert_dit
+
+    with tqdm(unit="B", unit_scale=True, desc="written") as bar:
+        files = convert_dit(
+            args.source, args.target, args.layout, adapter=args.adapter, dtype=args.dtype, force=args.force,
+            on_bytes=bar.update,
+        )  # fmt: skip
+    for path in files:
+        print(path)
 
 
 def _add_demo_model(commands: argparse._SubParsersAction) -> None:

@@ -37,25 +37,45 @@ _NOT_WEIGHTS = re.compile(
 )
 """Buffers that some files carry and the model derives by itself."""
 
-_DIFFUSERS_DIT = (
-    (r"patch_embed\.proj\.", "x_embedder.proj.1."),
-    (r"time_embed\.t_embedder\.", "t_embedder.1."),
-    (r"time_embed\.norm\.", "t_embedding_norm."),
-    (r"norm_out\.linear_([12])\.", r"final_layer.adaln_modulation.\1."),
-    (r"proj_out\.", "final_layer.linear."),
-    (r"transformer_blocks\.(\d+)\.norm1\.linear_([12])\.", r"blocks.\1.adaln_modulation_self_attn.\2."),
-    (r"transformer_blocks\.(\d+)\.norm2\.linear_([12])\.", r"blocks.\1.adaln_modulation_cross_attn.\2."),
-    (r"transformer_blocks\.(\d+)\.norm3\.linear_([12])\.", r"blocks.\1.adaln_modulation_mlp.\2."),
-    (r"transformer_blocks\.(\d+)\.attn1\.to_([qkv])\.", r"blocks.\1.self_attn.\2_proj."),
-    (r"transformer_blocks\.(\d+)\.attn2\.to_([qkv])\.", r"blocks.\1.cross_attn.\2_proj."),
-    (r"transformer_blocks\.(\d+)\.attn1\.norm_([qk])\.", r"blocks.\1.self_attn.\2_norm."),
-    (r"transformer_blocks\.(\d+)\.attn2\.norm_([qk])\.", r"blocks.\1.cross_attn.\2_norm."),
-    (r"transformer_blocks\.(\d+)\.attn1\.to_out\.0\.", r"blocks.\1.self_attn.output_proj."),
-    (r"transformer_blocks\.(\d+)\.attn2\.to_out\.0\.", r"blocks.\1.cross_attn.output_proj."),
-    (r"transformer_blocks\.(\d+)\.ff\.net\.0\.proj\.", r"blocks.\1.mlp.layer1."),
-    (r"transformer_blocks\.(\d+)\.ff\.net\.2\.", r"blocks.\1.mlp.layer2."),
+_ATTENTIONS = (("attn1", "self_attn"), ("attn2", "cross_attn"))
+_NORMS = (("norm1", "self_attn"), ("norm2", "cross_attn"), ("norm3", "mlp"))
+_DIFFUSERS_MODULES: tuple[tuple[str, str], ...] = (
+    ("patch_embed.proj", "x_embedder.proj.1"),
+    ("time_embed.t_embedder.linear_1", "t_embedder.1.linear_1"),
+    ("time_embed.t_embedder.linear_2", "t_embedder.1.linear_2"),
+    ("time_embed.norm", "t_embedding_norm"),
+    ("norm_out.linear_1", "final_layer.adaln_modulation.1"),
+    ("norm_out.linear_2", "final_layer.adaln_modulation.2"),
+    ("proj_out", "final_layer.linear"),
+    ("transformer_blocks.N.ff.net.0.proj", "blocks.N.mlp.layer1"),
+    ("transformer_blocks.N.ff.net.2", "blocks.N.mlp.layer2"),
+    *((f"transformer_blocks.N.{a}.to_{x}", f"blocks.N.{b}.{x}_proj") for a, b in _ATTENTIONS for x in "qkv"),
+    *((f"transformer_blocks.N.{a}.norm_{x}", f"blocks.N.{b}.{x}_norm") for a, b in _ATTENTIONS for x in "qk"),
+    *((f"transformer_blocks.N.{a}.to_out.0", f"blocks.N.{b}.output_proj") for a, b in _ATTENTIONS),
+    *((f"transformer_blocks.N.{a}.linear_{x}", f"blocks.N.adaln_modulation_{b}.{x}") for a, b in _NORMS for x in "12"),
 )
-_DIFFUSERS_DIT_RULES = tuple((re.compile(pattern), target) for pattern, target in _DIFFUSERS_DIT)
+"""Module paths of diffusers' CosmosTransformer3DModel and of the original; N is the block's number."""
+_TO_CANONICAL = dict(_DIFFUSERS_MODULES)
+_TO_DIFFUSERS = {canonical: diffusers for diffusers, canonical in _DIFFUSERS_MODULES}
+
+
+def _translate(module: str, table: Mapping[str, str]) -> str | None:
+    number = re.match(r"(?:transformer_)?blocks\.(\d+)\.", module)
+    template = module if number is None else module.replace(f".{number[1]}.", ".N.", 1)
+    found = table.get(template)
+    return found if found is None or number is None else found.replace(".N.", f".{number[1]}.", 1)
+
+
+def diffusers_to_canonical(module: str) -> str | None:
+    """Canonical path of a diffusers DiT module, None when there is none."""
+    return _translate(module, _TO_CANONICAL)
+
+
+def canonical_to_diffusers(module: str) -> str | None:
+    """Diffusers path of a canonical DiT module; the adapter's modules are found under `text_conditioner.`."""
+    if module.startswith("llm_adapter."):
+        return "text_conditioner." + module.removeprefix("llm_adapter.")
+    return _translate(module, _TO_DIFFUSERS)
 
 
 @dataclass(frozen=True)
@@ -119,14 +139,6 @@ _DIFFUSERS_SIGNATURE = (
 )
 
 
-def diffusers_to_canonical(key: str) -> str | None:
-    """Canonical name of a diffusers DiT tensor or module path, None when there is none."""
-    for pattern, target in _DIFFUSERS_DIT_RULES:
-        if pattern.match(key):
-            return pattern.sub(target, key, count=1)
-    return None
-
-
 def dit_layout(shapes: Mapping[str, Shape]) -> Layout | None:
     """The renaming for a file that holds a DiT (with or without its adapter), or None.
 
@@ -151,7 +163,8 @@ def dit_layout(shapes: Mapping[str, Shape]) -> Layout | None:
         elif _NOT_WEIGHTS.search(name):
             dropped_keys.append(key)
         else:
-            rename[key] = diffusers_to_canonical(name) or name
+            module, dot, parameter = name.rpartition(".")
+            rename[key] = (diffusers_to_canonical(module) or module) + dot + parameter
     return Layout("diffusers", prefix, rename, tuple(dropped_keys))
 
 

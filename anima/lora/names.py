@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..checkpoint.layouts import canonical_to_diffusers
+
 SUFFIXES = (
     ".lora_down.weight", ".lora_up.weight", ".lora_mid.weight", ".lora_A.weight", ".lora_B.weight",
     ".lora_A.default.weight", ".lora_B.default.weight", ".lora_a.weight", ".lora_b.weight",
@@ -53,33 +55,6 @@ def flatten(name: str) -> str:
     return name.replace(".", "_")
 
 
-def _diffusers_aliases(path: str) -> Iterable[str]:
-    """Other names of a canonical DiT module path: the diffusers spelling, if it has one."""
-    if path.startswith("llm_adapter."):
-        yield "text_conditioner." + path.removeprefix("llm_adapter.")
-    attention = {"self_attn": "attn1", "cross_attn": "attn2"}
-    norms = {"self_attn": "norm1", "cross_attn": "norm2", "mlp": "norm3"}
-    rules = (
-        (r"blocks\.(\d+)\.(self_attn|cross_attn)\.([qkv])_proj", lambda m: f"{attention[m[2]]}.to_{m[3]}"),
-        (r"blocks\.(\d+)\.(self_attn|cross_attn)\.([qk])_norm", lambda m: f"{attention[m[2]]}.norm_{m[3]}"),
-        (r"blocks\.(\d+)\.(self_attn|cross_attn)\.output_proj", lambda m: f"{attention[m[2]]}.to_out.0"),
-        (r"blocks\.(\d+)\.adaln_modulation_(\w+)\.([12])", lambda m: f"{norms[m[2]]}.linear_{m[3]}"),
-        (r"blocks\.(\d+)\.(mlp)\.layer1", lambda m: "ff.net.0.proj"),
-        (r"blocks\.(\d+)\.(mlp)\.layer2", lambda m: "ff.net.2"),
-    )
-    for pattern, spell in rules:
-        if match := re.fullmatch(pattern, path):
-            yield f"transformer_blocks.{match[1]}.{spell(match)}"
-    whole = {
-        "x_embedder.proj.1": "patch_embed.proj", "t_embedder.1.linear_1": "time_embed.t_embedder.linear_1",
-        "t_embedder.1.linear_2": "time_embed.t_embedder.linear_2", "t_embedding_norm": "time_embed.norm",
-        "final_layer.linear": "proj_out", "final_layer.adaln_modulation.1": "norm_out.linear_1",
-        "final_layer.adaln_modulation.2": "norm_out.linear_2",
-    }  # fmt: skip
-    if path in whole:
-        yield whole[path]
-
-
 @dataclass(frozen=True)
 class NameTable:
     """Flattened spelling -> module path, for one model."""
@@ -105,8 +80,9 @@ def dit_names(modules: Iterable[str]) -> NameTable:
     """
     table: dict[str, str] = {}
     for path in modules:
-        for alias in (path, *_diffusers_aliases(path)):
-            table[flatten(alias)] = path
+        for alias in (path, canonical_to_diffusers(path)):
+            if alias is not None:
+                table[flatten(alias)] = path
         if path.endswith("self_attn.q_proj"):
             for alias in _fused_aliases(path.removesuffix("q_proj")):
                 table[flatten(alias)] = path.removesuffix("q_proj") + "qkv"

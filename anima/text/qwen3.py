@@ -111,7 +111,7 @@ def load_qwen3(state_dict: Mapping[str, Tensor], dtype: torch.dtype = torch.floa
 def _use_fused_norms(module: nn.Module) -> None:
     for name, child in module.named_children():
         if type(child).__name__ == "Qwen3RMSNorm":
-            setattr(module, name, nn.RMSNorm(child.weight.shape[0], eps=NORM_EPS))
+            setattr(module, name, nn.RMSNorm(next(child.parameters()).shape[0], eps=NORM_EPS))
         else:
             _use_fused_norms(child)
 

@@ -544,3 +544,40 @@ def test_wrong_lora_is_refused_with_its_reason(host: Host, case: str) -> None:
     name = write_lora(host, f"bad_{case}", tensors)
     with pytest.raises(GraphError, match=said):
         host.run(loaders() | with_lora(name))
+
+
+# The host
+
+
+def test_pack_imports_under_a_mangled_name_without_the_repo_on_the_path() -> None:
+    """In a process of its own, exactly as ComfyUI imports packs; core's own `nodes` stays core's."""
+    import os
+    import subprocess
+    import sys
+
+    from host import REPO, comfyui_path
+
+    code = f"""
+import sys, asyncio
+sys.path.insert(0, {str(comfyui_path())!r})
+sys.argv = ["main.py", "--cpu"]
+import comfy.options; comfy.options.enable_args_parsing()
+import nodes
+assert {str(REPO)!r} not in sys.path
+assert asyncio.run(nodes.load_custom_node({str(REPO)!r}))
+assert "AnimaUNetLoader" in nodes.NODE_CLASS_MAPPINGS and nodes.__file__.startswith({str(comfyui_path())!r})
+assert {str(REPO)!r} not in sys.path
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd="/", env={**os.environ, "PYTHONPATH": ""})
+
+
+def test_interrupt_stops_a_tiled_decode(host: Host) -> None:
+    import comfy.model_management
+
+    import nodes
+
+    vae = host.run(loaders() | {"ov": capture("a", 2, "vae")})["vae"]
+    nodes.interrupt_processing()
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        host.module("nodes.vae").decode_images(vae, torch.randn(1, 16, 24, 24), 64)
+    assert host.module("nodes.vae").decode_images(vae, torch.randn(1, 16, 24, 24), 64).shape == (1, 192, 192, 3)

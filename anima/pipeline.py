@@ -1,0 +1,276 @@
+"""Text to image without ComfyUI: the same port, and with the same seed the same picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .checkpoint.dit import plan_dit
+from .checkpoint.header import Header
+from .checkpoint.kinds import identify
+from .checkpoint.layouts import find_vae_prefix, text_encoder_layout
+from .checkpoint.sources import open_source, tensor_files
+from .errors import InputError, WrongKindError
+from .sampling import SAMPLERS, SHIFT, seeded_noise, simple_schedule, step_noise
+from .text.qwen3 import check_qwen3, hidden_states, load_qwen3
+from .text.tokenizers import PromptTokenizer, find_tokenizers
+from .transformer import AnimaTransformer
+from .vae import LATENT_CHANNELS, SPATIAL_FACTOR, WanImageVAE, check_vae, denormalize, load_image_vae, normalize
+
+FilePath = str | PathLike[str]
+Trace = Callable[[str, Tensor], None]
+"""Called with a stage's name and its tensor."""
+
+
+def _no_trace(stage: str, value: Tensor) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to make. Sizes are in pixels, multiples of 8."""
+
+    prompt: str
+    negative: str = ""
+    width: int = 1024
+    height: int = 1024
+    steps: int = 30
+    cfg: float = 4.0
+    shift: float = SHIFT
+    seed: int = 0
+    sampler: str = "euler"
+    batch: int = 1
+    denoise: float = 1.0
+
+    def check(self) -> None:
+        """Raise InputError for values that cannot work."""
+        problems = {
+            f"size {self.width}x{self.height}": self.width < 16
+            or self.height < 16
+            or self.width % 8
+            or self.height % 8,
+            f"sampler {self.sampler}": self.sampler not in SAMPLERS,
+            f"shift {self.shift}": self.shift <= 0,
+            f"batch {self.batch}": self.batch < 1,
+            f"seed {self.seed}": not 0 <= self.seed < 2**64,
+        }
+        found = [text for text, wrong in problems.items() if wrong]
+        if found:
+            raise InputError(
+                "This picture cannot be made.",
+                found=", ".join(found),
+                expected=f"sides from 16 in multiples of 8, a sampler of {', '.join(SAMPLERS)}, shift above 0, "
+                "batch from 1, seed from 0 to 2^64 - 1",
+            )
+
+
+def read_tensors(header: Header, rename: dict[str, str]) -> dict[str, Tensor]:
+    """Memory-mapped tensors of a header's files under their new names."""
+    from safetensors import safe_open
+
+    out: dict[str, Tensor] = {}
+    for file, names in tensor_files(header):
+        with safe_open(file, framework="pt") as opened:
+            out |= {rename[name]: opened.get_tensor(name) for name in names if name in rename}
+    return out
+
+
+def load_transformer(path: FilePath, adapter: FilePath | None, dtype: torch.dtype) -> AnimaTransformer:
+    """Load a DiT with its adapter, strictly, in a dtype."""
+    plan = plan_dit(path, adapter)
+    if plan.quantisation not in ("none", "raw fp8"):
+        raise InputError(
+            "Quantised models run in ComfyUI only.",
+            file=path, found=plan.quantisation, expected="bf16, fp16, fp32 or raw fp8 weights",
+        )  # fmt: skip
+    model = AnimaTransformer(plan.config, device="meta", dtype=dtype).requires_grad_(False)
+    tensors = {n: t.to(dtype) for s in plan.sources for n, t in read_tensors(s.header, s.rename).items()}
+    model.load_state_dict(tensors, strict=True, assign=True)
+    return model.eval()
+
+
+def load_text_encoder(path: FilePath, dtype: torch.dtype) -> nn.Module:
+    """Load Qwen3, strictly."""
+    header = open_source(path, "text_encoder")
+    layout = text_encoder_layout(header.shapes)
+    if layout is None:
+        raise WrongKindError(
+            "This is not the Anima text encoder.", file=path, found=identify(header.shapes).name, expected="Qwen3-0.6B"
+        )
+    check_qwen3(layout.canonical_shapes(header.shapes), path)
+    return load_qwen3(read_tensors(header, layout.rename), dtype)
+
+
+def load_vae(path: FilePath, dtype: torch.dtype) -> WanImageVAE:
+    """Load a Wan 2.1 VAE as a VAE for single images, strictly."""
+    header = open_source(path, "vae")
+    kind = identify(header.shapes)
+    if kind.slug != "wan_vae":
+        raise WrongKindError(
+            "This is not the VAE that Anima uses.", file=path, found=kind.name, expected="the Wan 2.1 / Qwen-Image VAE"
+        )
+    prefix = find_vae_prefix(header.shapes) or ""
+    rename = {key: key.removeprefix(prefix) for key in header.shapes if key.startswith(prefix)}
+    check_vae({name: header.shapes[key] for key, name in rename.items()}, path)
+    return load_image_vae({name: t.to(dtype) for name, t in read_tensors(header, rename).items()})
+
+
+@dataclass
+class Pipeline:
+    """The loaded parts. The text encoder computes in float32, as in ComfyUI.
+
+    With `offload`, a part is on `device` only while it works.
+    """
+
+    tokenizer: PromptTokenizer
+    text_encoder: nn.Module
+    transformer: AnimaTransformer
+    vae: WanImageVAE
+    device: torch.device
+    offload: bool = False
+
+    @classmethod
+    def load(
+        cls,
+        dit: FilePath,
+        text_encoder: FilePath,
+        vae: FilePath,
+        *,
+        adapter: FilePath | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        offload: bool = False,
+    ) -> Pipeline:
+        """Load the three files (single files, sharded indices or diffusers folders)."""
+        pipeline = cls(
+            tokenizer=find_tokenizers([Path(text_encoder).parent, Path(text_encoder).parent.parent]),
+            text_encoder=load_text_encoder(text_encoder, torch.float32),
+            transformer=load_transformer(dit, adapter, dtype),
+            vae=load_vae(vae, dtype),
+            device=torch.device(device),
+            offload=offload,
+        )
+        if not offload:
+            for part in (pipeline.text_encoder, pipeline.transformer, pipeline.vae):
+                part.to(pipeline.device)
+        return pipeline
+
+    @contextmanager
+    def _working(self, part: nn.Module) -> Iterator[None]:
+        if self.offload:
+            part.to(self.device)
+        yield
+        if self.offload:
+            part.to("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.transformer.parameters()).dtype
+
+    @torch.inference_mode()
+    def encode(self, prompt: str, trace: Trace = _no_trace) -> Tensor:
+        """Prompt -> finished context (1, max(N, 512), C)."""
+        tokens = self.tokenizer(prompt)
+        trace("token ids (qwen3)", torch.tensor(tokens.qwen))
+        trace("token ids (t5)", torch.tensor(tokens.t5))
+        with self._working(self.text_encoder):
+            states = hidden_states(self.text_encoder, tokens.qwen)
+        trace("qwen3 states", states)
+        ids = torch.tensor([tokens.t5], device=self.device)
+        weights = torch.tensor(tokens.t5_weights, device=self.device)[None, :, None]
+        with self._working(self.transformer):
+            context = self.transformer.preprocess_text_embeds(states.to(self.dtype), ids, weights.to(self.dtype))
+        trace("context", context)
+        return context
+
+    @torch.inference_mode()
+    def sample(
+        self,
+        request: Request,
+        init: Tensor | None = None,
+        mask: Tensor | None = None,
+        on_step: Callable[[int, int], None] | None = None,
+        trace: Trace = _no_trace,
+    ) -> Tensor:
+        """Make latents.
+
+        Args:
+            request: What to make.
+            init: Normalised latents (1 or B, 16, h, w) to start from, for image-to-image and inpainting.
+            mask: (1, 1, h, w), 1 where the picture may change.
+            on_step: Called with the step just done and their number.
+
+        Returns:
+            Normalised latents (B, 16, h, w), float32.
+        """
+        request.check()
+        context = self._context(request, trace)
+        shape = (request.batch, LATENT_CHANNELS, request.height // SPATIAL_FACTOR, request.width // SPATIAL_FACTOR)
+        sigmas = simple_schedule(request.steps, request.shift, request.denoise).to(self.device)
+        trace("sigmas", sigmas)
+        noise = seeded_noise(shape, request.seed).to(self.device)
+        clean = torch.zeros_like(noise) if init is None else init.to(noise).expand(shape)
+        x = sigmas[0] * noise + (1 - sigmas[0]) * clean
+
+        def denoise(x: Tensor, sigma: Tensor) -> Tensor:
+            if mask is not None:
+                x = x * mask + (sigma * noise + (1 - sigma) * clean) * (1 - mask)
+            out = self._guided(x, sigma, context, request.cfg)
+            return out if mask is None else out * mask + clean * (1 - mask)
+
+        def step(index: int, noisy: Tensor, prediction: Tensor) -> None:
+            trace(f"latent at step {index}", noisy)
+            trace(f"prediction at step {index}", prediction)
+            if on_step is not None:
+                on_step(index + 1, len(sigmas) - 1)
+
+        mask = None if mask is None else mask.to(noise)
+        with self._working(self.transformer):
+            sampler = SAMPLERS[request.sampler]
+            x = sampler(denoise, x, sigmas, step_noise(noise, request.seed), step, request.shift)
+        trace("latent", x)
+        return x
+
+    def _context(self, request: Request, trace: Trace) -> Tensor:
+        """Negative and positive contexts, (1 or 2, N, C); the negative first, as ComfyUI batches them."""
+        positive = self.encode(request.prompt, trace)
+        if request.cfg == 1.0:
+            return positive
+        negative = self.encode(request.negative)
+        longest = max(positive.shape[1], negative.shape[1])
+        return torch.cat([F.pad(c, (0, 0, 0, longest - c.shape[1])) for c in (negative, positive)])
+
+    def _guided(self, x: Tensor, sigma: Tensor, context: Tensor, cfg: float) -> Tensor:
+        """Clean prediction under classifier-free guidance. x: (B, 16, h, w)."""
+        chunks = context.shape[0]
+        batch = torch.cat([x] * chunks).to(self.dtype)
+        rows = context.repeat_interleave(x.shape[0], dim=0)
+        velocity = self.transformer(batch, sigma.expand(batch.shape[0]), rows).float()
+        predictions = (torch.cat([x] * chunks) - velocity * sigma).chunk(chunks)
+        if chunks == 1:
+            return predictions[0]
+        negative, positive = predictions
+        return negative + (positive - negative) * cfg
+
+    @torch.inference_mode()
+    def decode(self, latent: Tensor, tile: int | None = None) -> Tensor:
+        """Normalised latents (B, 16, h, w) -> pictures (B, 8h, 8w, 3) in [0, 1], float32 on the CPU."""
+        with self._working(self.vae):
+            dtype = next(self.vae.parameters()).dtype
+            image = self.vae.decode(denormalize(latent).to(dtype), tile)
+        return ((image.float() + 1.0) / 2.0).clamp(0, 1).movedim(1, -1).cpu()
+
+    @torch.inference_mode()
+    def encode_image(self, image: Tensor) -> Tensor:
+        """Pictures (B, H, W, 3) in [0, 1] -> normalised latents (B, 16, H/8, W/8)."""
+        with self._working(self.vae):
+            dtype = next(self.vae.parameters()).dtype
+            pixels = (image.movedim(-1, 1) * 2.0 - 1.0).to(device=self.device, dtype=dtype)
+            return normalize(self.vae.encode(pixels).float())
