@@ -102,7 +102,11 @@ class Host:
         self.nodes = nodes
         self.execution = execution
         self.root = root
-        self.executor = execution.PromptExecutor(self.server, cache_args={"lru": 0, "ram": 0.0, "ram_inactive": 0.0})
+        self.executor = execution.PromptExecutor(
+            self.server,
+            cache_type=execution.CacheType.LRU,
+            cache_args={"lru": 100, "ram": 0.0, "ram_inactive": 0.0},
+        )
 
     @property
     def pack(self) -> str:

@@ -62,7 +62,6 @@ def load(sd: dict[str, Tensor], config: AnimaConfig, dtype: torch.dtype | None =
     """A MODEL of native Anima on canonical tensors, loaded by the same steps as ComfyUI's UNETLoader."""
     model_config = comfy.supported_models.Anima({"image_model": "anima", **unet_config(config)})
     model_config.unet_config["adapter"] = config.adapter
-    model_config.unet_config.pop("image_model")
     management = comfy.model_management
     load_device = management.get_torch_device()
     if dtype is None:

@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -223,7 +224,9 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if Hub.cut_after is not None:
             self.wfile.write(data[: Hub.cut_after])
             Hub.cut_after = None
-            self.connection.close()
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_WR)
+            self.close_connection = True
             return
         self.wfile.write(data)
 
