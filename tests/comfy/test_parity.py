@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from host import Host
+from host import Host, fused_host
 from torch import Tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -25,15 +25,6 @@ SHAPES = [
     (1, 16, 1, 135, 4),
     (2, 16, 1, 32, 32),
 ]
-
-
-def fused_host() -> bool:
-    """Whether the host's DiT fuses its gated residual, as ours does (ComfyUI 0.17 and later)."""
-    import inspect
-
-    import comfy.ldm.cosmos.predict2
-
-    return "addcmul" in inspect.getsource(comfy.ldm.cosmos.predict2.Block)
 
 
 def assert_same(ours: Tensor, native: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import importlib
 import os
 import sys
 import uuid
@@ -20,6 +21,12 @@ def comfyui_path() -> Path:
     if not path:
         raise RuntimeError("Set COMFYUI_PATH to a ComfyUI folder, or run the test command of the README.")
     return Path(path)
+
+
+def fused_host() -> bool:
+    """Whether the host's DiT fuses its gated residual, as ours does (0.30.0 does, 0.24.1 does not)."""
+    source = comfyui_path() / "comfy" / "ldm" / "cosmos" / "predict2.py"
+    return "addcmul" in source.read_text(encoding="utf-8")
 
 
 class Capture:
@@ -85,9 +92,10 @@ class Host:
         ):
             (root / name).mkdir(parents=True, exist_ok=True)
             setter(str(root / name))
+        # Before nodes.py puts comfy/, which has a utils of its own, in front
+        importlib.import_module("utils.install_util")
         import execution
         import server
-        import utils.install_util  # noqa: F401 - before nodes.py puts comfy/, which has a utils too, in front
 
         import nodes
 
@@ -115,8 +123,6 @@ class Host:
 
     def module(self, name: str) -> Any:
         """A module of the pack, e.g. `anima.transformer`."""
-        import importlib
-
         return importlib.import_module(f".{name}", self.pack)
 
     def run(self, graph: Graph, fresh: bool = False) -> dict[str, Any]:

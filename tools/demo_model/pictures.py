@@ -22,6 +22,9 @@ POSITIONS = {
     "right": (1, 0), "bottom left": (-1, 1), "bottom": (0, 1), "bottom right": (1, 1),
 }  # fmt: skip
 HELD_OUT_EVERY = 6
+TWO_THINGS, CENTERED = 0.06, 0.6
+"""Shares of pictures with two things, and of single things that are in the middle."""
+SIZE_WEIGHTS = (1, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,15 @@ def is_held_out(shape: str, color: str, background: str) -> bool:
 def random_scene(rng: random.Random) -> Scene:
     """A scene for training: never a held-out combination, colours never equal to the background."""
     background = rng.choice(list(COLORS))
-    positions = ("left", "right") if rng.random() < 0.12 else (rng.choice(list(POSITIONS)),)
+    places, sizes = list(POSITIONS), list(SIZES)
+    single = "center" if rng.random() < CENTERED else rng.choice(places)
+    positions = ("left", "right") if rng.random() < TWO_THINGS else (single,)
     things: list[Thing] = []
     while len(things) < len(positions):
         shape, color = rng.choice(SHAPES), rng.choice(list(COLORS))
         if color == background or is_held_out(shape, color, background):
             continue
-        size = rng.choice(list(SIZES)[: 2 if len(positions) > 1 else 3])
+        size = rng.choice(sizes[:2]) if len(positions) > 1 else rng.choices(sizes, SIZE_WEIGHTS)[0]
         things.append(Thing(shape, color, size, positions[len(things)]))
     return Scene(background, tuple(things))
 

@@ -165,16 +165,32 @@ def initialise(model: AnimaTransformer) -> None:
 
 
 def train_dit(
-    latents: Tensor, captions: list[str], steps: int, batch: int, save: Callable[[dict[str, Tensor]], None]
+    latents: Tensor,
+    captions: list[str],
+    steps: int,
+    batch: int,
+    start_from: dict[str, Tensor] | None,
+    save: Callable[[dict[str, Tensor]], None],
 ) -> None:
-    """Rectified flow on normalised latents (N, 16, 16, 16); saves the averaged weights, at the end and on the way."""
+    """Rectified flow on normalised latents (N, 16, 16, 16); saves the averaged weights, at the end and on the way.
+
+    Args:
+        start_from: Weights of an earlier run to go on from; its adapter is kept as it is, which saves time.
+    """
     attention = PaddedCrossAttention()
     model = AnimaTransformer(DIT_CONFIG, attention=attention)
     initialise(model)
+    if start_from is not None:
+        table = t5_table(start_from["t5_used"], start_from.pop("dit.llm_adapter.embed.rows").float())
+        weights = {k.removeprefix("dit."): v.float() for k, v in start_from.items() if k.startswith("dit.")}
+        model.load_state_dict({**weights, "llm_adapter.embed.weight": table})
+        model.llm_adapter.requires_grad_(False)
     average = copy.deepcopy(model.state_dict())
     encoded = encode_captions(captions)
     log(f"dit: {sum(p.numel() for p in model.parameters()):,} parameters, {len(encoded)} captions")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, betas=(0.9, 0.99))
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.01, betas=(0.9, 0.99)
+    )
     start, running = time.time(), 0.0
     for step in range(steps):
         progress = step / steps
@@ -221,6 +237,7 @@ def main() -> None:
     parser.add_argument("--vae-steps", type=int, default=1500)
     parser.add_argument("--dit-steps", type=int, default=2000)
     parser.add_argument("--vae", type=Path, help="take the VAE from this file of an earlier run")
+    parser.add_argument("--start-from", type=Path, help="go on from the DiT and VAE of this file, keeping its adapter")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     if args.smoke:
@@ -230,9 +247,13 @@ def main() -> None:
     random.seed(SEED)
     images, captions = pictures(args.pictures, random.Random(SEED))
     log(f"{len(images)} pictures drawn")
-    if args.vae:
+    earlier = load_file(args.start_from) if args.start_from else None
+    if args.vae or earlier:
+        tensors = load_file(args.vae) if args.vae else earlier
         vae = new_vae()
-        vae.load_state_dict({k: v.float() for k, v in load_file(args.vae).items()})
+        vae.load_state_dict(
+            {k.removeprefix("vae."): v.float() for k, v in tensors.items() if not k.startswith(("dit.", "t5_"))}
+        )
     else:
         vae = train_vae(images, args.vae_steps, batch=16)
         give_wan_statistics(vae, images[:512])
@@ -251,7 +272,7 @@ def main() -> None:
         save_file(stored, args.out)
         log(f"wrote {args.out} ({args.out.stat().st_size / 1e6:.1f} MB)")
 
-    train_dit(latents, captions, args.dit_steps, 64, save)
+    train_dit(latents, captions, args.dit_steps, 64, earlier, save)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ A case file is JSON:
                                                    or {"native_is_wrong": "..."}: ours differs from native, and equals
                                                    the output captured as "expected" if there is one;
                                                    or {"fails": "TypeError", "why": "..."}: the host cannot do this,
-                                                   with native and ours alike
+                                                   with native and ours alike ("older_hosts_ignore_it": there
+                                                   native runs as if the node were absent)
     }
 
 Prompts are written with the placeholder class PROMPT, loaders with MODEL, CLIP and VAE. Widget inputs left out get the
@@ -30,10 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from host import Graph, GraphError, Host
+from host import Graph, GraphError, Host, fused_host
 from torch import Tensor
 
 FOLDER = Path(__file__).parent
+OLDER_HOST_BOUND = 2e-2
+"""Relative, for hosts that do not fuse the gated residual: rounding that grows over the steps of a sampler."""
 CASES = FOLDER / "cases"
 VARIANTS: dict[str, dict[str, str]] = {
     "native": {"MODEL": "TestNativeLoader", "CLIP": "TestNativeClipLoader", "VAE": "VAELoader", "PROMPT": "CLIPTextEncode"},
@@ -150,7 +153,13 @@ def _expect_failure(host: Host, case: Case, nodes: list[str]) -> Result:
             if error.kind == case.expect["fails"]:
                 continue
             return Result(case.name, "wrong", f"{variant}: {error}"[:300], nodes)
-        return Result(case.name, "wrong", f"{variant} does not fail any more", nodes)
+        ignored = (
+            case.expect.get("older_hosts_ignore_it")
+            and not fused_host()
+            and "TestNativeLoader" == VARIANTS[variant]["MODEL"]
+        )
+        if not ignored:
+            return Result(case.name, "wrong", f"{variant} does not fail any more", nodes)
     return Result(case.name, "fails", case.expect["why"], nodes)
 
 
@@ -158,11 +167,15 @@ def _judge(case: Case, outputs: dict[str, dict[str, Any]], nodes: list[str]) -> 
     native = outputs["native"]
     differences = {v: difference(out, native) for v, out in outputs.items() if v != "native"}
     if case.expect == "equal":
-        unequal = {variant: d for variant, d in differences.items() if d != 0}
+        allowed = 0 if fused_host() else OLDER_HOST_BOUND * magnitude(native)
+        unequal = {variant: d for variant, d in differences.items() if d > allowed}
         if unequal:
             return Result(
                 case.name, "wrong", ", ".join(f"{v}: max difference {d:.3g}" for v, d in unequal.items()), nodes
             )
+        worst = max(differences.values())
+        if worst:
+            return Result(case.name, "bound", f"{worst:.2g}: this host rounds the gated residual otherwise", nodes)
         return Result(case.name, "equal", "", nodes)
     if "bound" in case.expect:
         worst = max(differences.values())
@@ -193,6 +206,12 @@ def difference(a: Any, b: Any) -> float:
             return float("inf")
         return (a.float() - b.float()).abs().max().item()
     return float("inf")
+
+
+def magnitude(out: dict[str, Any]) -> float:
+    """Largest absolute value of what was captured."""
+    tensors = [v["samples"] if isinstance(v, dict) else v for v in out.values()]
+    return max(float(t.abs().max()) for t in tensors if isinstance(t, Tensor))
 
 
 def table(results: list[Result]) -> str:
