@@ -156,7 +156,7 @@ def _expect_failure(host: Host, case: Case, nodes: list[str]) -> Result:
         ignored = (
             case.expect.get("older_hosts_ignore_it")
             and not fused_host()
-            and "TestNativeLoader" == VARIANTS[variant]["MODEL"]
+            and VARIANTS[variant]["MODEL"] == "TestNativeLoader"
         )
         if not ignored:
             return Result(case.name, "wrong", f"{variant} does not fail any more", nodes)
