@@ -5,7 +5,7 @@ Every message answers four questions: which file, what was found, what was expec
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 
 
@@ -54,6 +54,26 @@ class MissingPackageError(AnimaError):
             f"{purpose} needs the Python package '{package}', which is not installed.",
             fix=f"pip install {package}   (in ComfyUI's own Python environment), then restart.",
         )
+
+
+def check_tensors(
+    part: str, problems: Mapping[str, Sequence[str]], *, file: str | PathLike[str], expected: str, fix: str
+) -> None:
+    """Raise CheckpointError for the first kind of problem that has tensors under it.
+
+    Args:
+        part: What the file is, e.g. `The VAE file`.
+        problems: Kind of problem, e.g. `lacks tensors` -> the tensors concerned.
+    """
+    for what, names in problems.items():
+        if names:
+            raise CheckpointError(
+                f"{part} {what}; using it would give wrong pictures.",
+                file=file,
+                found=f"{len(names)}: {shorten(names)}",
+                expected=expected,
+                fix=fix,
+            )
 
 
 def shorten(names: Iterable[str], most: int = 5) -> str:

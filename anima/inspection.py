@@ -6,11 +6,11 @@ from collections import Counter
 from os import PathLike
 from typing import Any
 
-from .checkpoint.dit import QUANTISATION_EXTRAS, differences
+from .checkpoint.dit import differences
 from .checkpoint.header import Header
 from .checkpoint.kinds import identify
 from .checkpoint.layouts import Layout, adapter_layout, dit_layout, find_vae_prefix, text_encoder_layout
-from .checkpoint.sources import open_source
+from .checkpoint.sources import QUANTISATION_EXTRAS, open_source
 from .config import config_from_shapes
 from .errors import CheckpointError
 from .lora.names import split_suffix

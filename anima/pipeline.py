@@ -13,16 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .checkpoint.dit import plan_dit
-from .checkpoint.header import Header
-from .checkpoint.kinds import identify
-from .checkpoint.layouts import find_vae_prefix, text_encoder_layout
-from .checkpoint.sources import open_source, tensor_files
-from .errors import InputError, WrongKindError
+from .checkpoint.parts import plan_text_encoder, plan_vae
+from .checkpoint.sources import Source, tensor_files
+from .errors import InputError
 from .sampling import SAMPLERS, SHIFT, seeded_noise, simple_schedule, step_noise
-from .text.qwen3 import check_qwen3, hidden_states, load_qwen3
+from .text.qwen3 import hidden_states, load_qwen3
 from .text.tokenizers import PromptTokenizer, find_tokenizers
 from .transformer import AnimaTransformer
-from .vae import LATENT_CHANNELS, SPATIAL_FACTOR, WanImageVAE, check_vae, denormalize, load_image_vae, normalize
+from .vae import LATENT_CHANNELS, SPATIAL_FACTOR, WanImageVAE, denormalize, load_image_vae, normalize
 
 FilePath = str | PathLike[str]
 Trace = Callable[[str, Tensor], None]
@@ -71,14 +69,14 @@ class Request:
             )
 
 
-def read_tensors(header: Header, rename: dict[str, str]) -> dict[str, Tensor]:
-    """Memory-mapped tensors of a header's files under their new names."""
+def read_tensors(source: Source) -> dict[str, Tensor]:
+    """Memory-mapped tensors of a source under their canonical names."""
     from safetensors import safe_open
 
     out: dict[str, Tensor] = {}
-    for file, names in tensor_files(header):
+    for file, names in tensor_files(source.header):
         with safe_open(file, framework="pt") as opened:
-            out |= {rename[name]: opened.get_tensor(name) for name in names if name in rename}
+            out |= {source.rename[name]: opened.get_tensor(name) for name in names if name in source.rename}
     return out
 
 
@@ -91,35 +89,20 @@ def load_transformer(path: FilePath, adapter: FilePath | None, dtype: torch.dtyp
             file=path, found=plan.quantisation, expected="bf16, fp16, fp32 or raw fp8 weights",
         )  # fmt: skip
     model = AnimaTransformer(plan.config, device="meta", dtype=dtype).requires_grad_(False)
-    tensors = {n: t.to(dtype) for s in plan.sources for n, t in read_tensors(s.header, s.rename).items()}
+    tensors = {n: t.to(dtype) for source in plan.sources for n, t in read_tensors(source).items()}
     model.load_state_dict(tensors, strict=True, assign=True)
     return model.eval()
 
 
 def load_text_encoder(path: FilePath, dtype: torch.dtype) -> nn.Module:
     """Load Qwen3, strictly."""
-    header = open_source(path, "text_encoder")
-    layout = text_encoder_layout(header.shapes)
-    if layout is None:
-        raise WrongKindError(
-            "This is not the Anima text encoder.", file=path, found=identify(header.shapes).name, expected="Qwen3-0.6B"
-        )
-    check_qwen3(layout.canonical_shapes(header.shapes), path)
-    return load_qwen3(read_tensors(header, layout.rename), dtype)
+    source, _ = plan_text_encoder(path)
+    return load_qwen3(read_tensors(source), dtype)
 
 
 def load_vae(path: FilePath, dtype: torch.dtype) -> WanImageVAE:
     """Load a Wan 2.1 VAE as a VAE for single images, strictly."""
-    header = open_source(path, "vae")
-    kind = identify(header.shapes)
-    if kind.slug != "wan_vae":
-        raise WrongKindError(
-            "This is not the VAE that Anima uses.", file=path, found=kind.name, expected="the Wan 2.1 / Qwen-Image VAE"
-        )
-    prefix = find_vae_prefix(header.shapes) or ""
-    rename = {key: key.removeprefix(prefix) for key in header.shapes if key.startswith(prefix)}
-    check_vae({name: header.shapes[key] for key, name in rename.items()}, path)
-    return load_image_vae({name: t.to(dtype) for name, t in read_tensors(header, rename).items()})
+    return load_image_vae({name: t.to(dtype) for name, t in read_tensors(plan_vae(path)).items()})
 
 
 @dataclass

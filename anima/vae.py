@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import Shape
-from .errors import CheckpointError, shorten
+from .errors import CheckpointError, check_tensors
 
 LATENT_CHANNELS = 16
 SPATIAL_FACTOR = 8
@@ -111,15 +111,13 @@ def check_vae(shapes: Mapping[str, Shape], path: str | PathLike[str]) -> VAEConf
         "has tensors of the wrong shape": [n for n, s in expected.items() if n in shapes and flat(shapes[n]) != s],
         "has tensors a Wan VAE does not have": [n for n in shapes if n not in expected and ".time_conv." not in n],
     }
-    for what, names in problems.items():
-        if names:
-            raise CheckpointError(
-                f"The VAE file {what}.",
-                file=path,
-                found=shorten(names),
-                expected=f"the tensors of a Wan 2.1 VAE of width {config.dim}",
-                fix="Download the VAE again.",
-            )
+    check_tensors(
+        "The VAE file",
+        problems,
+        file=path,
+        expected=f"the tensors of a Wan 2.1 VAE of width {config.dim}",
+        fix="Download the VAE again.",
+    )
     return config
 
 

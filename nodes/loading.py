@@ -16,14 +16,10 @@ import comfy.utils
 import torch
 from torch import Tensor
 
-from ..anima.checkpoint.dit import QUANTISATION_EXTRAS, DitPlan, cast_floating, plan_dit
-from ..anima.checkpoint.header import Header
-from ..anima.checkpoint.kinds import identify
-from ..anima.checkpoint.layouts import find_vae_prefix, text_encoder_layout
-from ..anima.checkpoint.sources import open_source, tensor_files
-from ..anima.errors import CheckpointError, WrongKindError
-from ..anima.text.qwen3 import check_qwen3
-from ..anima.vae import check_vae
+from ..anima.checkpoint.dit import DitPlan, cast_floating, plan_dit
+from ..anima.checkpoint.parts import plan_text_encoder, plan_vae
+from ..anima.checkpoint.sources import Source, tensor_files
+from ..anima.errors import CheckpointError
 from .model import AnimaModelConfig
 
 QWEN_HEAD_DIM = 128
@@ -32,17 +28,17 @@ QWEN_HEAD_DIM = 128
 _log = logging.getLogger("anima")
 
 
-def read_tensors(header: Header, rename: dict[str, str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read the renamed tensors of a header's files the way ComfyUI reads files (memory-mapped).
+def read_tensors(source: Source) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read the tensors of a source the way ComfyUI reads files (memory-mapped).
 
     Returns:
         Canonical name -> tensor, and the metadata of the file.
     """
     tensors: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
-    for file, names in tensor_files(header):
+    for file, names in tensor_files(source.header):
         loaded, file_metadata = comfy.utils.load_torch_file(str(file), return_metadata=True)
-        tensors |= {rename[name]: loaded[name] for name in names if name in rename}
+        tensors |= {source.rename[name]: loaded[name] for name in names if name in source.rename}
         metadata |= file_metadata or {}
     return tensors, metadata
 
@@ -69,7 +65,7 @@ def _build_patcher(plan: DitPlan, dtype: torch.dtype | None, disable_dynamic: bo
     sd: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
     for source in plan.sources:
-        tensors, file_metadata = read_tensors(source.header, source.rename)
+        tensors, file_metadata = read_tensors(source)
         sd |= tensors
         metadata |= file_metadata
     sd, _ = comfy.utils.convert_old_quants(sd, model_prefix="", metadata=metadata)
@@ -114,26 +110,14 @@ def load_text_encoder(
     path: str, embedding_directory: list[str] | None = None, disable_dynamic: bool = False
 ) -> comfy.sd.CLIP:
     """Load Qwen3 of any size as a ComfyUI CLIP object with Anima's two token streams."""
-    header = open_source(path, "text_encoder")
-    layout = text_encoder_layout(header.shapes)
-    if layout is None:
-        raise WrongKindError(
-            "This is not the Anima text encoder.",
-            file=path,
-            found=identify(header.shapes).name,
-            expected="Qwen3-0.6B (qwen_3_06b_base.safetensors)",
-            fix="Choose the Qwen3 file from models/text_encoders.",
-        )
-    shapes = layout.canonical_shapes(header.shapes)
-    extras = {name for name in shapes if QUANTISATION_EXTRAS.search(name)}
-    dims = check_qwen3({n: s for n, s in shapes.items() if n not in extras}, path, packed=bool(extras))
+    source, dims = plan_text_encoder(path)
     if dims.pop("head_dim") != QWEN_HEAD_DIM:
         raise CheckpointError(
             "The text encoder's heads do not fit ComfyUI's Qwen3.",
             file=path,
             expected=f"head dimension {QWEN_HEAD_DIM}",
         )
-    sd, metadata = read_tensors(header, layout.rename)
+    sd, metadata = read_tensors(source)
     sd, _ = comfy.utils.convert_old_quants(sd, model_prefix="", metadata=metadata)
     detected = comfy.text_encoders.hunyuan_video.llama_detect(sd)
     clip = comfy.sd.CLIP(
@@ -156,20 +140,7 @@ def load_text_encoder_patcher(*args: Any, **kwargs: Any) -> comfy.model_patcher.
 
 def load_vae(path: str) -> comfy.sd.VAE:
     """Load a Wan 2.1 / Qwen-Image VAE as a ComfyUI VAE object."""
-    header = open_source(path, "vae")
-    kind = identify(header.shapes)
-    if kind.slug != "wan_vae":
-        raise WrongKindError(
-            "This is not the VAE that Anima uses.",
-            file=path,
-            found=kind.name,
-            expected="the Wan 2.1 / Qwen-Image VAE (qwen_image_vae.safetensors), 16 channels",
-            fix="Choose the VAE file of the Anima release from models/vae.",
-        )
-    prefix = find_vae_prefix(header.shapes) or ""
-    rename = {key: key.removeprefix(prefix) for key in header.shapes if key.startswith(prefix)}
-    check_vae({name: header.shapes[key] for key, name in rename.items()}, path)
-    sd, metadata = read_tensors(header, rename)
+    sd, metadata = read_tensors(plan_vae(path))
     vae = comfy.sd.VAE(sd=sd, metadata=metadata)
     vae.throw_exception_if_invalid()
     _log.info("Anima: VAE %s", Path(path).name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,30 +12,16 @@ from pathlib import Path
 import torch
 
 from ..config import AnimaConfig, Shape, config_from_shapes
-from ..errors import CheckpointError, WrongKindError, shorten
+from ..errors import CheckpointError, WrongKindError, check_tensors, shorten
 from ..transformer import AnimaTransformer
 from .header import Header
 from .kinds import Kind, identify
 from .layouts import Layout, adapter_layout, dit_layout
-from .sources import open_source
-
-QUANTISATION_EXTRAS = re.compile(
-    r"(\.(comfy_quant|weight_scale(_2)?|scale_weight|scale_input|input_scale"
-    r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..+))|(^|\.)scaled_fp8)$"
-)
-"""Tensors that ride along with quantised weights and belong to no parameter of their own."""
+from .sources import QUANTISATION_EXTRAS, Source, open_source
 
 _NO_ADAPTER_FIX = (
     "Use a file of the Anima release, or name the file with the adapter in the loader's llm_adapter input."
 )
-
-
-@dataclass(frozen=True)
-class Source:
-    """Tensors to read from one file: file name -> canonical name."""
-
-    header: Header
-    rename: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -213,19 +198,17 @@ def check_architecture(
 ) -> None:
     """Raise CheckpointError unless the tensors are exactly those of the architecture."""
     diff = differences(shapes, config, packed)
-    for names, what in (
-        (diff.missing, "lacks tensors"),
-        (diff.misshapen, "has tensors of the wrong shape"),
-        (diff.unexpected, "has tensors the architecture does not know"),
-    ):
-        if names:
-            raise CheckpointError(
-                f"The DiT file {what}; loading it would give wrong pictures.",
-                file=path,
-                found=f"{len(names)}: {shorten(names)}",
-                expected=f"the {len(expected_shapes(config))} tensors of {config.describe()}",
-                fix="Download the file again; if it is a merge or a conversion, repeat it.",
-            )
+    check_tensors(
+        "The DiT file",
+        {
+            "lacks tensors": diff.missing,
+            "has tensors of the wrong shape": diff.misshapen,
+            "has tensors the architecture does not know": diff.unexpected,
+        },
+        file=path,
+        expected=f"the {len(expected_shapes(config))} tensors of {config.describe()}",
+        fix="Download the file again; if it is a merge or a conversion, repeat it.",
+    )
 
 
 def _quantisation(sources: list[Source]) -> str:

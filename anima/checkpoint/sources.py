@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
@@ -11,6 +13,21 @@ from ..errors import CheckpointError
 from .header import MAX_HEADER_BYTES, REDOWNLOAD, Header, TensorInfo, read_header
 
 INDEX_SUFFIX = ".safetensors.index.json"
+
+
+QUANTISATION_EXTRAS = re.compile(
+    r"(\.(comfy_quant|weight_scale(_2)?|scale_weight|scale_input|input_scale"
+    r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..+))|(^|\.)scaled_fp8)$"
+)
+"""Tensors that ride along with quantised weights and belong to no parameter of their own."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Tensors to read from one header's files: file name -> canonical name."""
+
+    header: Header
+    rename: dict[str, str]
 
 
 class ShardedHeader(Header):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Shape, count_blocks
-from ..errors import CheckpointError, MissingPackageError, shorten
+from ..errors import CheckpointError, MissingPackageError, check_tensors
 
 ROPE_THETA = 1_000_000.0
 NORM_EPS = 1e-6
@@ -70,22 +70,19 @@ def check_qwen3(shapes: Mapping[str, Shape], path: str | PathLike[str], packed: 
     """
     dims = qwen3_dimensions(shapes)
     expected = qwen3_shapes(dims)
-    problems = {
-        "lacks tensors": [name for name in expected if name not in shapes],
-        "has tensors of the wrong shape": [n for n, s in expected.items() if n in shapes and shapes[n] != s],
-        "has tensors a Qwen3 does not have": [name for name in shapes if name not in expected],
-    }
-    if packed:
-        problems = {"lacks tensors": problems["lacks tensors"]}
-    for what, names in problems.items():
-        if names:
-            raise CheckpointError(
-                f"The text encoder file {what}.",
-                file=path,
-                found=shorten(names),
-                expected=f"the {len(expected)} tensors of a Qwen3 with {dims['num_hidden_layers']} layers",
-                fix="Download qwen_3_06b_base.safetensors again.",
-            )
+    problems = {"lacks tensors": [name for name in expected if name not in shapes]}
+    if not packed:
+        problems |= {
+            "has tensors of the wrong shape": [n for n, s in expected.items() if n in shapes and shapes[n] != s],
+            "has tensors a Qwen3 does not have": [name for name in shapes if name not in expected],
+        }
+    check_tensors(
+        "The text encoder file",
+        problems,
+        file=path,
+        expected=f"the {len(expected)} tensors of a Qwen3 with {dims['num_hidden_layers']} layers",
+        fix="Download qwen_3_06b_base.safetensors again.",
+    )
     return dims
 
 
