@@ -1,6 +1,6 @@
 """Load the released architecture (2048 wide, 28 blocks, random bf16 weights, 4.2 GB) and run one sampling step.
 
-    python benchmarks/real_size.py [--keep FOLDER]
+    python benchmarks/real_size.py [--keep FOLDER] [--dtype bf16]
 
 Ours (AnimaUNetLoader) and native (UNETLoader) run one after the other, each in a process of its own, on the same
 file; load time, step time and peak resident memory are printed side by side. Needs COMFYUI_PATH.
@@ -46,20 +46,19 @@ def write_model(models: Path) -> None:
 
 
 def peak_rss() -> float:
-    """Peak resident memory of this process in GB."""
-    import resource
+    """Peak resident memory of this process in GB, mapped file pages included (Linux)."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.split("VmHWM:")[1].split()[0]) / 1e6
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
-
-def measure(loader: str, root: Path) -> None:
+def measure(loader: str, root: Path, dtype: str) -> None:
     """Run in the child process: load, one step at 256x256, print the figures as JSON."""
     from host import Host
 
     host = Host(root, ["--cpu"])
     baseline = peak_rss()
     graph = {
-        "m": {"class_type": loader, "inputs": {"unet_name": NAME, "weight_dtype": "default"}},
+        "m": {"class_type": loader, "inputs": {"unet_name": NAME, "weight_dtype": dtype}},
         "o": {"class_type": "TestCapture", "inputs": {"value": ["m", 0], "name": "model"}},
     }
     start = time.perf_counter()
@@ -89,10 +88,13 @@ def measure(loader: str, root: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, help="folder to keep the model file in")
+    parser.add_argument(
+        "--dtype", default="default", help="weight_dtype of both loaders: default, fp8_e4m3fn, fp8_e5m2"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        measure(args.child, args.keep)
+        measure(args.child, args.keep, args.dtype)
         return
     with tempfile.TemporaryDirectory() as temporary:
         root = (args.keep or Path(temporary)).resolve()
@@ -101,7 +103,7 @@ def main() -> None:
         print(f"file: {size / 1e9:.2f} GB")
         results = {}
         for label, loader in (("native", "UNETLoader"), ("ours", "AnimaUNetLoader")):
-            command = [sys.executable, __file__, "--child", loader, "--keep", str(root)]
+            command = [sys.executable, __file__, "--child", loader, "--keep", str(root), "--dtype", args.dtype]
             out = subprocess.run(command, capture_output=True, text=True, env=os.environ)
             lines = [line for line in out.stdout.splitlines() if line.startswith("FIGURES ")]
             if not lines:
