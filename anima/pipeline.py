@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checkpoint.dit import plan_dit
+from .checkpoint.dit import plan_dit, settle
 from .checkpoint.parts import plan_text_encoder, plan_vae
 from .checkpoint.sources import Source, tensor_files
 from .errors import InputError
@@ -89,7 +89,7 @@ def load_transformer(path: FilePath, adapter: FilePath | None, dtype: torch.dtyp
             file=path, found=plan.quantisation, expected="bf16, fp16, fp32 or raw fp8 weights",
         )  # fmt: skip
     model = AnimaTransformer(plan.config, device="meta", dtype=dtype).requires_grad_(False)
-    tensors = {n: t.to(dtype) for source in plan.sources for n, t in read_tensors(source).items()}
+    tensors = {n: settle(t, dtype, aligned=True) for source in plan.sources for n, t in read_tensors(source).items()}
     model.load_state_dict(tensors, strict=True, assign=True)
     return model.eval()
 

@@ -16,7 +16,7 @@ import comfy.utils
 import torch
 from torch import Tensor
 
-from ..anima.checkpoint.dit import DitPlan, cast_floating, plan_dit
+from ..anima.checkpoint.dit import DitPlan, plan_dit, settle
 from ..anima.checkpoint.parts import plan_text_encoder, plan_vae
 from ..anima.checkpoint.sources import Source, tensor_files
 from ..anima.errors import CheckpointError
@@ -85,8 +85,9 @@ def _build_patcher(plan: DitPlan, dtype: torch.dtype | None, disable_dynamic: bo
 
     if model_config.quant_config:
         model = model_config.get_model(sd, device=offload_device)
-    else:  # the file's own memory becomes the parameters: no second copy unless the dtype changes
-        sd = {name: cast_floating(tensor, dtype) for name, tensor in sd.items()}
+    else:  # the file's own memory becomes the parameters: a second copy only where it is needed
+        on_cpu = management.is_device_cpu(load_device)
+        sd = {name: settle(tensor, dtype, aligned=on_cpu) for name, tensor in sd.items()}
         model = model_config.get_model(sd, device="meta")
         model.device = offload_device
     model.load_model_weights(sd, assign=True)

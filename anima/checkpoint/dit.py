@@ -19,6 +19,7 @@ from .kinds import Kind, identify
 from .layouts import Layout, adapter_layout, dit_layout
 from .sources import QUANTISATION_EXTRAS, Source, open_source
 
+ALIGNMENT = 64
 _NO_ADAPTER_FIX = (
     "Use a file of the Anima release, or name the file with the adapter in the loader's llm_adapter input."
 )
@@ -223,6 +224,14 @@ def _quantisation(sources: list[Source]) -> str:
     return "raw fp8" if any(dtype.startswith("F8_E") for dtype in stored) else "none"
 
 
-def cast_floating(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Cast a floating-point tensor; integers and None pass through."""
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+def settle(tensor: torch.Tensor, dtype: torch.dtype | None, aligned: bool) -> torch.Tensor:
+    """Make a tensor read from a file map ready to compute with.
+
+    Args:
+        dtype: Cast floating-point tensors to this; None keeps them.
+        aligned: Copy a tensor that does not start on a 64-byte boundary. For computing on the CPU, whose kernels sum in
+            another order on unaligned memory, so that the bits would depend on the length of the file's header.
+    """
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+    return tensor.clone() if aligned and tensor.data_ptr() % ALIGNMENT else tensor
