@@ -25,7 +25,8 @@ STANDARD_SUFFIX = {
 }  # fmt: skip
 """Spellings of the same tensor -> the one ComfyUI's weight adapters read everywhere."""
 
-_TEXT_MARKS = tuple(p for p in TEXT_PREFIXES if "te" in p.split("_") or "te1" in p.split("_") or p.startswith("text"))
+_TEXT_MARKS = tuple(prefix for prefix in TEXT_PREFIXES if "te" in prefix)
+"""Prefixes that name the text encoder; the others may stand before a DiT module too."""
 _FUSED = ("q_proj", "k_proj", "v_proj")
 
 Module = dict[str, Tensor]
