@@ -97,12 +97,12 @@ def check_vae(shapes: Mapping[str, Shape], path: str | PathLike[str]) -> VAEConf
     with torch.device("meta"):
         expected = {name: tuple(t.shape) for name, t in WanImageVAE(config).state_dict().items()}
 
-    def name_is_gain(shape: Shape) -> bool:
+    def is_gain(shape: Shape) -> bool:
         return len(shape) == 4 and shape[1:] == (1, 1, 1)
 
     def flat(shape: Shape) -> Shape:
         """The shape the tensor has in two dimensions."""
-        if name_is_gain(shape):
+        if is_gain(shape):
             return (shape[0], 1, 1)
         return shape[:2] + shape[3:] if len(shape) == 5 else shape
 

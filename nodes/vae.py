@@ -153,8 +153,8 @@ def decode_images(vae: Any, latent: Tensor, tile_size: int = 0) -> Tensor:
     def memory_of(h: int, w: int) -> float:
         return vae.memory_used_decode((1, LATENT_CHANNELS, 1, h // SPATIAL_FACTOR, w // SPATIAL_FACTOR), vae.vae_dtype)
 
+    model = _image_vae(vae, memory_of(height, width))  # makes room first, so that the choice sees it
     tile = _choose_tile(vae, memory_of, height, width, tile_size)
-    model = _image_vae(vae, memory_of(tile or height, tile or width))
 
     def run(tile: int | None) -> Tensor:
         progress = _Progress(latent.shape[0], height, width, tile)
@@ -177,8 +177,8 @@ def encode_images(vae: Any, pixels: Tensor, tile_size: int = 0) -> Tensor:
     def memory_of(h: int, w: int) -> float:
         return vae.memory_used_encode((1, 3, 1, h, w), vae.vae_dtype)
 
+    model = _image_vae(vae, memory_of(height, width))  # makes room first, so that the choice sees it
     tile = _choose_tile(vae, memory_of, height, width, tile_size)
-    model = _image_vae(vae, memory_of(tile or height, tile or width))
 
     def run(tile: int | None) -> Tensor:
         progress = _Progress(pixels.shape[0], height, width, tile)
