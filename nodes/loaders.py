@@ -11,7 +11,7 @@ from comfy_api.latest import io
 
 from ..anima.checkpoint.dit import plan_dit
 from ..anima.errors import CheckpointError
-from .loading import load_dit, load_text_encoder, load_vae
+from .loading import load_planned_dit, load_text_encoder, load_vae
 
 CATEGORY = "Anima/loaders"
 NO_ADAPTER_FILE = "from the model file"
@@ -105,7 +105,8 @@ class AnimaUNetLoader(io.ComfyNode):
     def execute(cls, unet_name: str, weight_dtype: str, llm_adapter: str = NO_ADAPTER_FILE) -> io.NodeOutput:
         path = model_file("diffusion_models", unet_name)
         adapter = None if llm_adapter == NO_ADAPTER_FILE else model_file("diffusion_models", llm_adapter)
-        return io.NodeOutput(load_dit(path, adapter, DTYPES[weight_dtype]), plan_dit(path, adapter).report())
+        plan = plan_dit(path, adapter)
+        return io.NodeOutput(load_planned_dit(plan, adapter, DTYPES[weight_dtype]), plan.report())
 
 
 class AnimaTextEncoderLoader(io.ComfyNode):
@@ -189,12 +190,11 @@ class AnimaLoader(io.ComfyNode):
 
     @classmethod
     def execute(cls, unet_name: str, clip_name: str, vae_name: str, weight_dtype: str) -> io.NodeOutput:
-        path = model_file("diffusion_models", unet_name)
+        plan = plan_dit(model_file("diffusion_models", unet_name))
         vae_path = model_file("vae", vae_name)
         clip = _load_clip(clip_name)
-        return io.NodeOutput(
-            load_dit(path, None, DTYPES[weight_dtype]), clip, load_vae(vae_path), plan_dit(path).report()
-        )
+        model = load_planned_dit(plan, dtype=DTYPES[weight_dtype])
+        return io.NodeOutput(model, clip, load_vae(vae_path), plan.report())
 
 
 def _load_clip(name: str) -> Any:

@@ -54,9 +54,15 @@ def load_dit(
         dtype: Storage dtype of the weights; None lets ComfyUI choose for the machine and its start flags.
         disable_dynamic: Ask for a patcher without dynamic VRAM, as ComfyUI does when it needs a delegate.
     """
-    plan = plan_dit(path, adapter)
+    return load_planned_dit(plan_dit(path, adapter), adapter, dtype, disable_dynamic)
+
+
+def load_planned_dit(
+    plan: DitPlan, adapter: str | None = None, dtype: torch.dtype | None = None, disable_dynamic: bool = False
+) -> comfy.model_patcher.ModelPatcher:
+    """`load_dit` for a file that was checked already, as the loader nodes do for their report."""
     patcher = _build_patcher(plan, dtype, disable_dynamic)
-    patcher.cached_patcher_init = (load_dit, (path, adapter, dtype))
+    patcher.cached_patcher_init = (load_dit, (str(plan.path), adapter, dtype))
     _log.info("Anima: %s", plan.report())
     return patcher
 
