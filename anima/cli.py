@@ -16,32 +16,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; a user's error is printed without a traceback.
 
     Returns:
-        The exit status: 0, or 1 after an error.
+        The exit status: 0, or 1 after an error and for a comparison that found a difference.
     """
     args = _parser().parse_args(argv)
     try:
-        args.run(args)
+        return args.run(args) or 0
     except AnimaError as error:
         print(f"anima {args.command}: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="anima", description="Anima text-to-image without ComfyUI.")
     parser.add_argument("--version", action="version", version=f"anima {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_generate, _add_download, _add_inspect, _add_convert, _add_demo_model):
+    for add in (_add_generate, _add_download, _add_inspect, _add_verify, _add_convert, _add_demo_model):
         add(commands)
     return parser
 
 
-def _add_generate(commands: argparse._SubParsersAction) -> None:
-    command = commands.add_parser("generate", help="make pictures from a prompt")
+def _add_model_files(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dit", required=True, help="the diffusion model: file, sharded index or diffusers folder")
     command.add_argument("--text-encoder", required=True, help="Qwen3-0.6B")
     command.add_argument("--vae", required=True, help="the Wan 2.1 / Qwen-Image VAE")
     command.add_argument("--adapter", help="take the LLM adapter from this file")
+
+
+def _add_generate(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("generate", help="make pictures from a prompt")
+    _add_model_files(command)
     command.add_argument("--prompt", required=True)
     command.add_argument("--negative", default="")
     command.add_argument("--size", default="1024x1024", metavar="WxH")
@@ -114,6 +117,59 @@ def _inspect(args: argparse.Namespace) -> None:
         if isinstance(value, list) and len(value) > 8:
             value = [*value[:8], f"... {len(value) - 8} more"]
         print(f"{key}: {value}")
+
+
+def _add_verify(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("verify", help="compare every stage with a reference, on your own files")
+    _add_model_files(command)
+    command.add_argument("--reference", choices=["comfyui", "diffusers"],
+                         help="comfyui (the default) needs COMFYUI_PATH; diffusers knows no prompt weights")  # fmt: skip
+    command.add_argument("--against", type=Path, help="compare with this saved report instead of a reference")
+    command.add_argument("--save", type=Path, help="keep our side, to compare with on another machine or device")
+    command.add_argument("--prompt", default="a red circle on a white background")
+    command.add_argument("--negative", default="blurry")
+    command.add_argument("--size", default="128x96", metavar="WxH")
+    command.add_argument("--steps", type=int, default=4)
+    command.add_argument("--cfg", type=float, default=4.0)
+    command.add_argument("--shift", type=float, default=3.0)
+    command.add_argument("--seed", type=int, default=1)
+    command.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
+    command.add_argument("--device", default="cpu", help="cpu, cuda, ...")
+    command.add_argument("--json", action="store_true")
+    command.set_defaults(run=_verify)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from .generate import read_size
+    from .verify.ours import OurSide
+    from .verify.recording import Job, Recording, record
+    from .verify.report import compare
+
+    width, height = read_size(args.size)
+    job = Job(
+        dit=args.dit, text_encoder=args.text_encoder, vae=args.vae, adapter=args.adapter, prompt=args.prompt,
+        negative=args.negative, width=width, height=height, steps=args.steps, cfg=args.cfg, shift=args.shift,
+        seed=args.seed, dtype=args.dtype, device=args.device,
+    )  # fmt: skip
+    ours = record(OurSide(job), job, "anima")
+    if args.save:
+        ours.save(args.save)
+        print(args.save)
+        if not (args.against or args.reference):
+            return 0
+    if args.against:
+        reference = Recording.load(args.against)
+    elif args.reference == "diffusers":
+        from .verify.with_diffusers import DiffusersSide
+
+        reference = record(DiffusersSide(job), job, "diffusers")
+    else:
+        from .verify.with_comfyui import record_comfyui
+
+        reference = record_comfyui(job)
+    report = compare(ours, reference)
+    print(json.dumps(report.as_json(), indent=2) if args.json else report.as_text())
+    return 0 if report.first_difference is None else 1
 
 
 def _add_convert(commands: argparse._SubParsersAction) -> None:

@@ -108,12 +108,17 @@ def _write_diffusers(
     for part, contents in parts.items():
         path = folder / part / "diffusion_pytorch_model.safetensors"
         write_safetensors(path, contents, {"format": "pt"}, force=force, on_bytes=on_bytes)
-        (folder / part / "config.json").write_text(json.dumps(_diffusers_config(part, config), indent=2) + "\n")
+        (folder / part / "config.json").write_text(json.dumps(diffusers_config(part, config), indent=2) + "\n")
         files.append(path)
     return files
 
 
-def _diffusers_config(part: str, config: AnimaConfig) -> dict[str, object]:
+def diffusers_config(part: str, config: AnimaConfig) -> dict[str, object]:
+    """What diffusers' config.json says of a model with these dimensions.
+
+    Args:
+        part: `transformer` or `text_conditioner`.
+    """
     if part == "transformer":
         return {
             "_class_name": "CosmosTransformer3DModel", "in_channels": config.in_channels,

@@ -45,14 +45,20 @@ def generate_files(args: argparse.Namespace) -> list[Path]:
     return paths
 
 
-def _request(args: argparse.Namespace) -> Request:
-    width, separator, height = args.size.lower().partition("x")
+def read_size(text: str) -> tuple[int, int]:
+    """`WIDTHxHEIGHT` -> (width, height)."""
+    width, separator, height = text.lower().partition("x")
     if not (separator and width.isdecimal() and height.isdecimal()):
-        raise InputError("The size cannot be read.", found=args.size, expected="WIDTHxHEIGHT, e.g. 1024x1024")
+        raise InputError("The size cannot be read.", found=text, expected="WIDTHxHEIGHT, e.g. 1024x1024")
+    return int(width), int(height)
+
+
+def _request(args: argparse.Namespace) -> Request:
+    width, height = read_size(args.size)
     if args.mask and not args.image:
         raise InputError("A mask needs a picture.", found="--mask without --image", fix="Add --image.")
     return Request(
-        prompt=args.prompt, negative=args.negative, width=int(width), height=int(height), steps=args.steps,
+        prompt=args.prompt, negative=args.negative, width=width, height=height, steps=args.steps,
         cfg=args.cfg, shift=args.shift, seed=args.seed, sampler=args.sampler, batch=args.batch, denoise=args.denoise,
     )  # fmt: skip
 

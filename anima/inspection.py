@@ -6,11 +6,11 @@ from collections import Counter
 from os import PathLike
 from typing import Any
 
-from .checkpoint.dit import differences
+from .checkpoint.dit import differences, quantisation
 from .checkpoint.header import Header
 from .checkpoint.kinds import identify
 from .checkpoint.layouts import Layout, adapter_layout, dit_layout, find_vae_prefix, text_encoder_layout
-from .checkpoint.sources import QUANTISATION_EXTRAS, open_source
+from .checkpoint.sources import QUANTISATION_EXTRAS, Source, open_source
 from .config import config_from_shapes
 from .errors import CheckpointError
 from .lora.names import split_suffix
@@ -63,7 +63,7 @@ def _describe_dit(header: Header) -> dict[str, Any]:
         return {}
     shapes = {n: s for n, s in layout.canonical_shapes(header.shapes).items() if not QUANTISATION_EXTRAS.search(n)}
     extras = {n for n in layout.rename.values() if QUANTISATION_EXTRAS.search(n)}
-    out = _layout_fields(layout) | {"quantised": bool(extras)}
+    out = _layout_fields(layout) | {"quantisation": quantisation([Source(header, layout.rename)])}
     try:
         config = config_from_shapes(shapes)
     except CheckpointError as error:

@@ -19,6 +19,7 @@ from .errors import InputError
 from .sampling import SAMPLERS, SHIFT, seeded_noise, simple_schedule, step_noise
 from .text.qwen3 import hidden_states, load_qwen3
 from .text.tokenizers import PromptTokenizer, find_tokenizers
+from .trace import trace_if_asked
 from .transformer import AnimaTransformer
 from .vae import LATENT_CHANNELS, SPATIAL_FACTOR, WanImageVAE, denormalize, load_image_vae, normalize
 
@@ -91,6 +92,7 @@ def load_transformer(path: FilePath, adapter: FilePath | None, dtype: torch.dtyp
     model = AnimaTransformer(plan.config, device="meta", dtype=dtype).requires_grad_(False)
     tensors = {n: settle(t, dtype, aligned=True) for source in plan.sources for n, t in read_tensors(source).items()}
     model.load_state_dict(tensors, strict=True, assign=True)
+    trace_if_asked(model, plan.config.num_blocks)
     return model.eval()
 
 
@@ -242,12 +244,16 @@ class Pipeline:
         negative, positive = predictions
         return negative + (positive - negative) * cfg
 
-    @torch.inference_mode()
     def decode(self, latent: Tensor, tile: int | None = None) -> Tensor:
-        """Normalised latents (B, 16, h, w) -> pictures (B, 8h, 8w, 3) in [0, 1], float32 on the CPU."""
+        """Normalised latents (B, 16, h, w) -> pictures (B, 8h, 8w, 3) in [0, 1], float32 on the CPU, one at a time."""
+        return self.decode_denormalized(denormalize(latent), tile)
+
+    @torch.inference_mode()
+    def decode_denormalized(self, latent: Tensor, tile: int | None = None) -> Tensor:
+        """`decode` for latents on the VAE's own scale, as ComfyUI's LATENT holds them."""
         with self._working(self.vae):
             dtype = next(self.vae.parameters()).dtype
-            image = self.vae.decode(denormalize(latent).to(dtype), tile)
+            image = torch.cat([self.vae.decode(one.to(dtype), tile) for one in latent.split(1)])
         return ((image.float() + 1.0) / 2.0).clamp(0, 1).movedim(1, -1).cpu()
 
     @torch.inference_mode()

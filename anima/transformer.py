@@ -296,7 +296,8 @@ class AnimaTransformer(nn.Module):
         x = F.pad(x, (0, width % PATCH_SPATIAL, 0, height % PATCH_SPATIAL, 0, 0), mode="circular")
 
         tokens = self.x_embedder(torch.cat([x, self._padding_channel(x, padding_mask)], dim=1))
-        rope = self._rope(tokens)
+        _, t, h, w, _ = tokens.shape
+        rope = self.rope(t, h, w, tokens.device)
         features = self.t_embedder[0](timesteps[:, None] if timesteps.ndim == 1 else timesteps).to(tokens.dtype)
         adaln_base = self.t_embedder[1](features)
         embedding = self.t_embedding_norm(features)
@@ -314,12 +315,11 @@ class AnimaTransformer(nn.Module):
         )[:, :, :frames, :height, :width]
         return out.squeeze(2) if is_image else out
 
-    def _rope(self, tokens: Tensor) -> Tensor:
-        """tokens: (B, t, h, w, D) -> (1, t*h*w, 1, head_dim/2, 2, 2)."""
+    def rope(self, t: int, h: int, w: int, device: torch.device | None = None) -> Tensor:
+        """Rotations for a token grid: (1, t*h*w, 1, head_dim/2, 2, 2)."""
         config = self.config
         ratios = (config.rope_ratio_t, config.rope_ratio_h, config.rope_ratio_w)
-        _, t, h, w, _ = tokens.shape
-        return rope_table(t, h, w, config.head_dim, ratios, tokens.device)[None, :, None]
+        return rope_table(t, h, w, config.head_dim, ratios, device)[None, :, None]
 
     @staticmethod
     def _padding_channel(x: Tensor, padding_mask: Tensor | None) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..anima.config import AnimaConfig
 from ..anima.errors import CheckpointError, InputError, shorten
 from ..anima.sampling import SHIFT
+from ..anima.trace import trace_if_asked
 from ..anima.transformer import AnimaTransformer
 from ..latent_formats import AnimaLatentFormat
 
@@ -52,6 +53,7 @@ class AnimaModel(comfy.model_base.BaseModel):
     def __init__(self, model_config: AnimaModelConfig, device: torch.device | None = None):
         super().__init__(model_config, comfy.model_base.ModelType.FLOW, device=device, unet_model=build_transformer)
         self._warned_foreign = False
+        trace_if_asked(self.diffusion_model, model_config.unet_config["num_blocks"])
 
     def load_model_weights(self, sd: dict[str, Tensor], unet_prefix: str = "", assign: bool = True) -> AnimaModel:
         """Load canonical tensors, all of them: a missing or surplus one is an error, never a log line."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from os import PathLike
 from pathlib import Path
@@ -100,7 +100,7 @@ def plan_dit(path: str | PathLike[str], adapter: str | PathLike[str] | None = No
     config, dtypes = _checked_config(sources, path)
     return DitPlan(
         path=Path(path), kind=kind, layout=layout.name, prefix=layout.prefix, config=config, sources=tuple(sources),
-        adapter_source=adapter_source, dtypes=dtypes, dropped=layout.dropped, quantisation=_quantisation(sources),
+        adapter_source=adapter_source, dtypes=dtypes, dropped=layout.dropped, quantisation=quantisation(sources),
     )  # fmt: skip
 
 
@@ -157,9 +157,19 @@ def _checked_config(sources: list[Source], path: str | PathLike[str]) -> tuple[A
 
 @lru_cache(maxsize=8)
 def expected_shapes(config: AnimaConfig) -> dict[str, Shape]:
-    """Name -> shape of every parameter of the architecture with these dimensions."""
-    model = AnimaTransformer(config, device="meta")
-    return {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
+    """Name -> shape of every parameter of the architecture with these dimensions.
+
+    One block of each kind is built, without memory, and repeated by name.
+    """
+    adapter = config.adapter
+    single = replace(config, num_blocks=1, adapter=adapter and replace(adapter, num_blocks=1))
+    counts = {"blocks.0.": config.num_blocks, "llm_adapter.blocks.0.": adapter.num_blocks if adapter else 0}
+    out: dict[str, Shape] = {}
+    for name, parameter in AnimaTransformer(single, device="meta").state_dict().items():
+        block = next((block for block in counts if name.startswith(block)), "")
+        for index in range(counts.get(block, 1)):
+            out[name.replace(".0.", f".{index}.", 1) if block else name] = tuple(parameter.shape)
+    return out
 
 
 @dataclass(frozen=True)
@@ -178,7 +188,7 @@ def differences(shapes: Mapping[str, Shape], config: AnimaConfig, packed: set[st
         packed: Quantisation extras of the file; a weight with such may be stored in another shape.
     """
     expected = expected_shapes(config)
-    packed_modules = {name.rsplit(".comfy_quant", 1)[0] for name in packed or ()}
+    packed_modules = {QUANTISATION_EXTRAS.sub("", name) for name in packed or ()}
 
     def is_packed(name: str) -> bool:
         return name.removesuffix(".weight") in packed_modules
@@ -212,7 +222,8 @@ def check_architecture(
     )
 
 
-def _quantisation(sources: list[Source]) -> str:
+def quantisation(sources: Sequence[Source]) -> str:
+    """How the weights are quantised: `none`, `raw fp8`, `scaled fp8`, `ComfyUI mixed precision`, `bitsandbytes nf4`."""
     names = [name for source in sources for name in source.rename.values()]
     if any(name.endswith(".comfy_quant") for name in names):
         return "ComfyUI mixed precision"

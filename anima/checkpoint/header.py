@@ -15,8 +15,9 @@ from typing import Any
 
 from ..errors import CheckpointError, WrongKindError
 
-MAX_HEADER_BYTES = 100_000_000
-MAX_TENSORS = 1_000_000
+MAX_HEADER_BYTES = 32_000_000
+"""A released file has 0.1 MB; reading more would only cost memory and time."""
+MAX_TENSORS = 100_000
 MAX_DIMENSIONS = 16
 
 DTYPE_BITS = {

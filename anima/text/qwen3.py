@@ -89,10 +89,12 @@ def check_qwen3(shapes: Mapping[str, Shape], path: str | PathLike[str], packed: 
 def load_qwen3(state_dict: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> nn.Module:
     """Build Qwen3Model on tensors named `model.*`, strictly.
 
-    The norms are torch's fused RMSNorm: same function, and the same rounding as in ComfyUI.
+    Norms and attention round as ComfyUI's do, see `qwen3_layers`.
     """
     try:
         from transformers import Qwen3Config, Qwen3Model
+
+        from .qwen3_layers import round_as_comfyui
     except ImportError as error:
         raise MissingPackageError("transformers", "The text encoder outside ComfyUI") from error
     dims: dict[str, Any] = qwen3_dimensions({key: tuple(t.shape) for key, t in state_dict.items()})
@@ -100,17 +102,9 @@ def load_qwen3(state_dict: Mapping[str, Tensor], dtype: torch.dtype = torch.floa
         **dims, rms_norm_eps=NORM_EPS, rope_theta=ROPE_THETA, attn_implementation="sdpa", tie_word_embeddings=True
     )
     model = Qwen3Model(config)
-    _use_fused_norms(model)
+    round_as_comfyui(model)
     model.load_state_dict({key.removeprefix("model."): t.to(dtype) for key, t in state_dict.items()}, strict=True)
     return model.to(dtype).requires_grad_(False).eval()
-
-
-def _use_fused_norms(module: nn.Module) -> None:
-    for name, child in module.named_children():
-        if type(child).__name__ == "Qwen3RMSNorm":
-            setattr(module, name, nn.RMSNorm(next(child.parameters()).shape[0], eps=NORM_EPS))
-        else:
-            _use_fused_norms(child)
 
 
 def hidden_states(model: nn.Module, ids: list[int]) -> Tensor:

@@ -62,22 +62,14 @@ class PromptTokenizer:
 
 
 def find_tokenizers(near: Iterable[str | os.PathLike[str]] = ()) -> PromptTokenizer:
-    """Find tokenizer files and load them.
-
-    Looked at in this order: the folder named by ANIMA_TOKENIZERS (with `qwen25_tokenizer` and `t5_tokenizer`),
-    the folders `near` (a diffusers folder has `tokenizer` and `t5_tokenizer`), a ComfyUI named by COMFYUI_PATH
-    or enclosing this package, and last the hub's cache or the hub itself.
+    """Find tokenizer files, see `tokenizer_folders`, and load them.
 
     Raises:
-        AnimaError: none of these has them.
+        AnimaError: there are none and the hub cannot be reached.
     """
-    for folder in _candidates(near):
-        qwen = next((d for d in (folder / "qwen25_tokenizer", folder / "tokenizer") if d.is_dir()), None)
-        t5 = next((d for d in (folder / "t5_tokenizer", folder / "tokenizer_2") if d.is_dir()), None)
-        if qwen and t5:
-            return PromptTokenizer(qwen, t5)
+    near = list(near)
     try:
-        return PromptTokenizer(QWEN_HUB_ID, T5_HUB_ID)
+        return PromptTokenizer(*tokenizer_folders(near))
     except OSError as error:
         raise AnimaError(
             "The tokenizer files were not found and cannot be fetched.",
@@ -85,6 +77,21 @@ def find_tokenizers(near: Iterable[str | os.PathLike[str]] = ()) -> PromptTokeni
             expected="folders qwen25_tokenizer and t5_tokenizer",
             fix="Set COMFYUI_PATH to a ComfyUI folder, or ANIMA_TOKENIZERS to a folder that has both.",
         ) from error
+
+
+def tokenizer_folders(near: Iterable[str | os.PathLike[str]] = ()) -> tuple[str, str]:
+    """Folders of Qwen's and T5's tokenizer files, or their hub ids where there are none.
+
+    Looked at in this order: the folder named by ANIMA_TOKENIZERS (with `qwen25_tokenizer` and `t5_tokenizer`),
+    the folders `near` (a diffusers folder has `tokenizer` and `t5_tokenizer`), a ComfyUI named by COMFYUI_PATH
+    or enclosing this package, and last the hub's cache or the hub itself.
+    """
+    for folder in _candidates(near):
+        qwen = next((d for d in (folder / "qwen25_tokenizer", folder / "tokenizer") if d.is_dir()), None)
+        t5 = next((d for d in (folder / "t5_tokenizer", folder / "tokenizer_2") if d.is_dir()), None)
+        if qwen and t5:
+            return str(qwen), str(t5)
+    return QWEN_HUB_ID, T5_HUB_ID
 
 
 def _candidates(near: Iterable[str | os.PathLike[str]]) -> list[Path]:

@@ -590,3 +590,20 @@ def test_interrupt_stops_a_tiled_decode(host: Host) -> None:
     with pytest.raises(comfy.model_management.InterruptProcessingException):
         host.module("nodes.vae").decode_images(vae, torch.randn(1, 16, 24, 24), 64)
     assert host.module("nodes.vae").decode_images(vae, torch.randn(1, 16, 24, 24), 64).shape == (1, 192, 192, 3)
+
+
+def test_trace_logs_every_stage_and_step(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ANIMA_TRACE", "1")
+    with caplog.at_level(logging.INFO, "anima"):
+        host.run(loaders() | {"p": prompt("red circle")} | sampler("p"), fresh=True)
+    monkeypatch.delenv("ANIMA_TRACE")
+    lines = [record.message for record in caplog.records if record.message.startswith("Anima trace")]
+    stages = {line.split(": ")[1].split(", ")[1] for line in lines}
+    assert stages == {"adapter rows", "patch embedding", "timestep embedding", "block 0 output", "block 1 output",
+                      "block 2 output", "final layer"}  # fmt: skip
+    assert any(line.startswith("Anima trace: forward 2, block 1 output: [") and "nan 0" in line for line in lines)
+    host.executor.reset()
+    untraced = anima_model(host).diffusion_model
+    assert not any(module._forward_hooks for module in untraced.modules()), "off, it must cost nothing"

@@ -56,7 +56,7 @@ class Pair:
             ours_config, operations=operations, attention=model.host_attention, dtype=dtype
         )
         self.native = native.NativeTransformer(
-            tiny.CONFIG.adapter, **native.unet_config(tiny.CONFIG), device="cpu", dtype=dtype, operations=operations
+            tiny.CONFIG.adapter, **native.native_config(tiny.CONFIG), device="cpu", dtype=dtype, operations=operations
         )
         assert self.ours.load_state_dict(sd, strict=True).missing_keys == []
         self.native.load_state_dict(sd, strict=True)

@@ -21,20 +21,7 @@ import torch
 from torch import Tensor
 
 from anima.config import AnimaConfig
-
-
-def unet_config(config: AnimaConfig) -> dict[str, Any]:
-    """The arguments native detection gives for a released Anima, with these dimensions."""
-    return {
-        "max_img_h": 240, "max_img_w": 240, "max_frames": 128, "in_channels": config.in_channels,
-        "out_channels": config.out_channels, "patch_spatial": 2, "patch_temporal": 1, "concat_padding_mask": True,
-        "model_channels": config.model_dim, "num_blocks": config.num_blocks, "num_heads": config.num_heads,
-        "mlp_ratio": config.mlp_dim / config.model_dim, "crossattn_emb_channels": config.context_dim,
-        "pos_emb_cls": "rope3d", "pos_emb_learnable": True, "pos_emb_interpolation": "crop", "min_fps": 1,
-        "max_fps": 30, "use_adaln_lora": True, "adaln_lora_dim": config.adaln_lora_dim,
-        "extra_per_block_abs_pos_emb": False, "rope_h_extrapolation_ratio": 4.0, "rope_w_extrapolation_ratio": 4.0,
-        "rope_t_extrapolation_ratio": 1.0, "rope_enable_fps_modulation": False,
-    }  # fmt: skip
+from anima.verify.with_comfyui import native_config
 
 
 class NativeTransformer(comfy.ldm.anima.model.Anima):
@@ -60,7 +47,7 @@ class NativeModel(comfy.model_base.Anima):
 
 def load(sd: dict[str, Tensor], config: AnimaConfig, dtype: torch.dtype | None = None) -> Any:
     """A MODEL of native Anima on canonical tensors, loaded by the same steps as ComfyUI's UNETLoader."""
-    model_config = comfy.supported_models.Anima({"image_model": "anima", **unet_config(config)})
+    model_config = comfy.supported_models.Anima({"image_model": "anima", **native_config(config)})
     model_config.unet_config["adapter"] = config.adapter
     management = comfy.model_management
     load_device = management.get_torch_device()

@@ -15,16 +15,16 @@ COLORS = {
     "red": (220, 30, 30), "green": (30, 160, 50), "blue": (40, 70, 220), "yellow": (245, 220, 50),
     "orange": (245, 140, 30), "purple": (140, 50, 180), "black": (20, 20, 20), "white": (245, 245, 245),
 }  # fmt: skip
-SIZES = {"small": 18, "medium": 27, "large": 36}
+SIZES = {"small": 20, "medium": 30, "large": 42}
 """Radius in pixels."""
 POSITIONS = {
     "top left": (-1, -1), "top": (0, -1), "top right": (1, -1), "left": (-1, 0), "center": (0, 0),
     "right": (1, 0), "bottom left": (-1, 1), "bottom": (0, 1), "bottom right": (1, 1),
 }  # fmt: skip
 HELD_OUT_EVERY = 6
-TWO_THINGS, CENTERED = 0.06, 0.6
+TWO_THINGS, CENTERED = 0.03, 0.88
 """Shares of pictures with two things, and of single things that are in the middle."""
-SIZE_WEIGHTS = (1, 3, 4)
+SIZE_WEIGHTS = (1, 2, 8)
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ def draw(scene: Scene, rng: random.Random, size: int = SIZE) -> np.ndarray:
     pen = ImageDraw.Draw(canvas)
     for thing in scene.things:
         dx, dy = POSITIONS[thing.position]
-        radius = SIZES[thing.size] * rng.uniform(0.92, 1.08) * size / SIZE * scale
-        x = size * scale * (0.5 + 0.2 * dx) + rng.uniform(-3, 3) * scale
-        y = size * scale * (0.5 + 0.2 * dy) + rng.uniform(-3, 3) * scale
+        radius = SIZES[thing.size] * rng.uniform(0.96, 1.04) * size / SIZE * scale
+        x = size * scale * (0.5 + 0.2 * dx) + rng.uniform(-2, 2) * scale
+        y = size * scale * (0.5 + 0.2 * dy) + rng.uniform(-2, 2) * scale
         _draw_shape(pen, thing.shape, x, y, radius, _jitter(COLORS[thing.color], rng), canvas)
     return np.asarray(canvas.resize((size, size), Image.Resampling.BOX))
 

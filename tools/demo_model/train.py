@@ -13,7 +13,7 @@ import copy
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -127,7 +127,18 @@ class PaddedCrossAttention:
         return sdpa(q, k, v, heads, mask=self.mask if use else None)
 
 
-def contexts(adapter: LLMAdapter, prompts: list[tuple[Tensor, PromptTokens]]) -> tuple[Tensor, Tensor]:
+class FrozenAdapter:
+    """The adapter's answers computed once for each prompt, for training that leaves the adapter as it is."""
+
+    @torch.no_grad()
+    def __init__(self, adapter: LLMAdapter, prompts: Iterable[tuple[Tensor, PromptTokens]]):
+        self.rows = {tuple(p.t5): adapter(states[None], torch.tensor([p.t5]))[0] for states, p in prompts}
+
+    def __call__(self, states: Tensor, ids: Tensor) -> Tensor:
+        return torch.stack([self.rows[tuple(prompt)] for prompt in ids.tolist()])
+
+
+def contexts(adapter: LLMAdapter | FrozenAdapter, prompts: list[tuple[Tensor, PromptTokens]]) -> tuple[Tensor, Tensor]:
     """Adapter rows, zero-padded to the longest prompt plus one row, and the mask that stands for 512 rows."""
     groups: dict[tuple[int, int], list[int]] = {}
     for i, (states, tokens) in enumerate(prompts):
@@ -188,6 +199,9 @@ def train_dit(
     average = copy.deepcopy(model.state_dict())
     encoded = encode_captions(captions)
     log(f"dit: {sum(p.numel() for p in model.parameters()):,} parameters, {len(encoded)} captions")
+    adapter: LLMAdapter | FrozenAdapter = model.llm_adapter
+    if start_from is not None:
+        adapter = FrozenAdapter(model.llm_adapter, encoded.values())
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.01, betas=(0.9, 0.99)
     )
@@ -201,7 +215,7 @@ def train_dit(
         clean, noise = latents[index], torch.randn(batch, *latents.shape[1:])
         sigma = flow_shift(torch.rand(batch).clamp_min(1e-4), 3.0 if random.random() < 0.5 else 1.0)
         s = sigma[:, None, None, None]
-        rows, attention.mask = contexts(model.llm_adapter, prompts)
+        rows, attention.mask = contexts(adapter, prompts)
         velocity = model((1 - s) * clean + s * noise, sigma, rows)
         loss = F.mse_loss(velocity, noise - clean)
         optimizer.zero_grad(set_to_none=True)
@@ -238,6 +252,7 @@ def main() -> None:
     parser.add_argument("--dit-steps", type=int, default=2000)
     parser.add_argument("--vae", type=Path, help="take the VAE from this file of an earlier run")
     parser.add_argument("--start-from", type=Path, help="go on from the DiT and VAE of this file, keeping its adapter")
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     if args.smoke:
@@ -272,7 +287,7 @@ def main() -> None:
         save_file(stored, args.out)
         log(f"wrote {args.out} ({args.out.stat().st_size / 1e6:.1f} MB)")
 
-    train_dit(latents, captions, args.dit_steps, 64, earlier, save)
+    train_dit(latents, captions, args.dit_steps, args.batch, earlier, save)
 
 
 if __name__ == "__main__":
