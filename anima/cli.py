@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="anima", description="Anima text-to-image without ComfyUI.")
     parser.add_argument("--version", action="version", version=f"anima {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_generate, _add_download, _add_inspect, _add_verify, _add_convert, _add_demo_model):
+    for add in (_add_generate, _add_download, _add_inspect, _add_verify, _add_convert, _add_lora, _add_demo_model):
         add(commands)
     return parser
 
@@ -60,6 +60,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
     command.add_argument("--device", default="cpu", help="cpu, cuda, mps, ...")
     command.add_argument("--offload", action="store_true", help="keep each part on the device only while it works")
+    command.add_argument("--lora", action="append", default=[], metavar="FILE[:strength]", help="may be repeated")
     command.add_argument("--tile", type=int, help="decode in exact tiles of this many pixels")
     command.add_argument("--out", type=Path, default=Path("anima.png"))
     command.set_defaults(run=_generate)
@@ -109,8 +110,11 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
 def _inspect(args: argparse.Namespace) -> None:
     from .inspection import inspect_file
 
-    report = inspect_file(args.file)
-    if args.json:
+    _print_report(inspect_file(args.file), args.json)
+
+
+def _print_report(report: dict[str, object], as_json: bool) -> None:
+    if as_json:
         print(json.dumps(report, indent=2))
         return
     for key, value in report.items():
@@ -197,6 +201,80 @@ def _convert(args: argparse.Namespace) -> None:
         )  # fmt: skip
     for path in files:
         print(path)
+
+
+def _add_lora(commands: argparse._SubParsersAction) -> None:
+    from .convert import DTYPES
+    from .lora.convert import SPELLINGS
+
+    actions = commands.add_parser("lora", help="inspect, convert, merge or extract LoRA files").add_subparsers(
+        dest="action", required=True
+    )
+    inspect = actions.add_parser("inspect", help="what a LoRA changes")
+    inspect.add_argument("file")
+    inspect.add_argument("--json", action="store_true")
+    inspect.set_defaults(run=_lora_inspect)
+    convert = actions.add_parser("convert", help="write a LoRA under other names")
+    convert.add_argument("source")
+    convert.add_argument("target", type=Path)
+    convert.add_argument("--spelling", choices=SPELLINGS, default="kohya")
+    convert.set_defaults(run=_lora_convert)
+    merge = actions.add_parser("merge", help="write a diffusion model with LoRAs merged in")
+    merge.add_argument("dit")
+    merge.add_argument("loras", nargs="+", metavar="FILE[:strength]")
+    merge.add_argument("--out", type=Path, required=True)
+    merge.add_argument("--dtype", choices=DTYPES)
+    merge.set_defaults(run=_lora_merge)
+    extract = actions.add_parser("extract", help="the difference of two diffusion models as a LoRA")
+    extract.add_argument("base")
+    extract.add_argument("tuned")
+    extract.add_argument("--out", type=Path, required=True)
+    extract.add_argument("--rank", type=int, default=32)
+    extract.set_defaults(run=_lora_extract)
+    for command in (convert, merge, extract):
+        command.add_argument("--force", action="store_true", help="replace an existing file")
+
+
+def _lora_inspect(args: argparse.Namespace) -> None:
+    from .lora.convert import inspect_lora
+
+    _print_report(inspect_lora(args.file), args.json)
+
+
+def _lora_convert(args: argparse.Namespace) -> None:
+    from .lora.convert import convert_lora
+
+    left_out = convert_lora(args.source, args.target, args.spelling, args.force)
+    print(args.target)
+    for name in left_out:
+        print(f"left out, not a name of Anima's: {name}", file=sys.stderr)
+
+
+def _lora_merge(args: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    from .lora.convert import merge_loras
+
+    with tqdm(unit="B", unit_scale=True, desc="written") as bar:
+        reports = merge_loras(
+            args.dit, args.loras, args.out, dtype=args.dtype, force=args.force, on_bytes=bar.update
+        )  # fmt: skip
+    print(*reports, args.out, sep="\n")
+
+
+def _lora_extract(args: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    from .lora.convert import extract_lora
+
+    with tqdm(desc="tensors") as bar:
+
+        def step(done: int, total: int) -> None:
+            bar.total = total
+            bar.update()
+
+        error = extract_lora(args.base, args.tuned, args.out, args.rank, force=args.force, on_tensor=step)
+    print(f"{args.out}\nrelative error of rank {args.rank}: {error:.4f}")
 
 
 def _add_demo_model(commands: argparse._SubParsersAction) -> None:

@@ -58,7 +58,7 @@ def convert_dit(
             "Quantised files are not converted.", file=source, found=plan.quantisation, expected="plain weights",
             fix="Convert the unquantised file.",
         )  # fmt: skip
-    tensors = _planned(plan, DTYPES[dtype] if dtype else None)
+    tensors = planned_tensors(plan, DTYPES[dtype] if dtype else None)
     target = Path(target)
     if layout == "diffusers":
         return _write_diffusers(tensors, plan.config, target, force, on_bytes)
@@ -71,7 +71,7 @@ def convert_dit(
     return [target]
 
 
-def _planned(plan: DitPlan, dtype: torch.dtype | None) -> dict[str, Planned]:
+def planned_tensors(plan: DitPlan, dtype: torch.dtype | None) -> dict[str, Planned]:
     """Canonical name -> tensor to be read, in the order of the files."""
     out = {}
     for source in plan.sources:

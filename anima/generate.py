@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from tqdm import tqdm
 
 from .convert import DTYPES
 from .errors import InputError
+from .lora.files import apply_files, parse_lora_argument
 from .metadata import parameters_text, reproducing_graph, save_png
 from .pipeline import Pipeline, Request
 from .vae import SPATIAL_FACTOR
@@ -26,6 +28,7 @@ def generate_files(args: argparse.Namespace) -> list[Path]:
         args.dit, args.text_encoder, args.vae, adapter=args.adapter, dtype=DTYPES[args.dtype], device=args.device,
         offload=args.offload,
     )  # fmt: skip
+    apply_files(args.lora, pipeline.transformer, pipeline.text_encoder, lambda said: tqdm.write(said, sys.stderr))
     init = mask = None
     if args.image:
         init = pipeline.encode_image(_read_image(args.image, request))
@@ -34,8 +37,9 @@ def generate_files(args: argparse.Namespace) -> list[Path]:
     with tqdm(total=request.steps, desc="sampling") as bar:
         latent = pipeline.sample(request, init, mask, on_step=lambda done, total: bar.update())
     images = pipeline.decode(latent, args.tile and max(1, args.tile // SPATIAL_FACTOR))
-    names = [Path(name).name for name in (args.dit, args.text_encoder, args.vae)]
-    graph, parameters = reproducing_graph(request, *names), parameters_text(request, names[0])
+    dit, text_encoder, vae = (Path(name).name for name in (args.dit, args.text_encoder, args.vae))
+    loras = [(Path(path).name, strength) for path, strength in map(parse_lora_argument, args.lora)]
+    graph, parameters = reproducing_graph(request, dit, text_encoder, vae, loras), parameters_text(request, dit)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     paths = []
     for index, image in enumerate(images):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,26 @@ from torch import Tensor
 from .pipeline import Request
 
 
-def reproducing_graph(request: Request, dit: str, text_encoder: str, vae: str) -> dict[str, Any]:
-    """API-format graph for ComfyUI with this pack; file names as in its models folders."""
-    loader, prompt = ["1", 0], {"clip": ["1", 1], "prompt_per_line": False}
+def reproducing_graph(
+    request: Request, dit: str, text_encoder: str, vae: str, loras: Sequence[tuple[str, float]] = ()
+) -> dict[str, Any]:
+    """API-format graph for ComfyUI with this pack; file names as in its models folders, LoRAs with strengths."""
+    model, clip = ["1", 0], ["1", 1]
+    extra: dict[str, Any] = {}
+    if loras:
+        text = "\n".join(f"{name}:{strength:g}" for name, strength in loras)
+        extra["l"] = {"class_type": "AnimaLoraStack", "inputs": {"model": model, "clip": clip, "loras": text}}
+        model, clip = ["l", 0], ["l", 1]
+    prompt = {"clip": clip, "prompt_per_line": False}
     return {
+        **extra,
         "1": {"class_type": "AnimaLoader", "inputs": {
             "unet_name": dit, "clip_name": text_encoder, "vae_name": vae, "weight_dtype": "default"}},
         "2": {"class_type": "Qwen3AdapterTextEncode", "inputs": {"text": request.prompt, **prompt}},
         "3": {"class_type": "Qwen3AdapterTextEncode", "inputs": {"text": request.negative, **prompt}},
         "4": {"class_type": "AnimaEmptyLatent", "inputs": {
             "width": request.width, "height": request.height, "batch_size": request.batch}},
-        "5": {"class_type": "AnimaModelSampling", "inputs": {"model": loader, "shift": request.shift}},
+        "5": {"class_type": "AnimaModelSampling", "inputs": {"model": model, "shift": request.shift}},
         "6": {"class_type": "KSampler", "inputs": {
             "model": ["5", 0], "positive": ["2", 0], "negative": ["3", 0], "latent_image": ["4", 0],
             "seed": request.seed, "steps": request.steps, "cfg": request.cfg, "sampler_name": request.sampler,

@@ -3,7 +3,8 @@
 from comfy_api.latest import ComfyExtension, io
 
 from .loaders import AnimaLoader, AnimaTextEncoderLoader, AnimaUNetLoader, AnimaVAELoader
-from .lora import AnimaLoraLoader
+from .lora import AnimaLoraAdvanced, AnimaLoraLoader, AnimaLoraStack
+from .merge import AnimaModelMerge
 from .sampling import AnimaEmptyLatent, AnimaModelSampling
 from .text import Qwen3AdapterTextEncode
 from .vae import WanVAEDecode, WanVAEEncode
@@ -19,6 +20,9 @@ class AnimaExtension(ComfyExtension):
             AnimaTextEncoderLoader,
             AnimaVAELoader,
             AnimaLoraLoader,
+            AnimaLoraStack,
+            AnimaLoraAdvanced,
+            AnimaModelMerge,
             Qwen3AdapterTextEncode,
             AnimaModelSampling,
             AnimaEmptyLatent,

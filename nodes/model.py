@@ -21,7 +21,9 @@ from ..anima.transformer import AnimaTransformer
 from ..latent_formats import AnimaLatentFormat
 
 FINISHED_CONTEXT = "anima_finished_context"
-"""Key in a conditioning's dict that says: this is the adapter's output, not Qwen3 states."""
+"""Key in a conditioning's dict that says: this is the adapter's output, not Qwen3 states.
+
+Its value is what `adapter_patches` said of the model that finished it."""
 
 _log = logging.getLogger("anima")
 
@@ -47,12 +49,21 @@ def build_transformer(*, config: AnimaConfig, dtype, device, operations, **_: An
     return HostedTransformer(config, operations=operations, attention=host_attention, device=device, dtype=dtype)
 
 
+def adapter_patches(patcher: Any) -> tuple[Any, ...]:
+    """What a MODEL's LoRAs do to its LLM adapter: equal for two MODELs that finish a prompt alike."""
+    return tuple(
+        (key, tuple((patch[0], id(patch[1])) for patch in patches))
+        for key, patches in sorted(patcher.patches.items())
+        if key.startswith("diffusion_model.llm_adapter.")
+    )
+
+
 class AnimaModel(comfy.model_base.BaseModel):
     """Anima for ComfyUI's samplers: CONST rectified flow, and both kinds of conditioning."""
 
     def __init__(self, model_config: AnimaModelConfig, device: torch.device | None = None):
         super().__init__(model_config, comfy.model_base.ModelType.FLOW, device=device, unet_model=build_transformer)
-        self._warned_foreign = False
+        self._warned: set[str] = set()
         trace_if_asked(self.diffusion_model, model_config.unet_config["num_blocks"])
 
     def load_model_weights(self, sd: dict[str, Tensor], unet_prefix: str = "", assign: bool = True) -> AnimaModel:
@@ -86,7 +97,7 @@ class AnimaModel(comfy.model_base.BaseModel):
         if context is None:
             return out
         if ids is None:
-            self._warn_if_foreign(context, kwargs)
+            self._warn_of_finished(context, kwargs)
             out["c_crossattn"] = comfy.conds.CONDRegular(context)
             return out
         device = kwargs["device"]
@@ -109,15 +120,24 @@ class AnimaModel(comfy.model_base.BaseModel):
             None if weights is None else weights.to(device=device, dtype=dtype),
         )
 
-    def _warn_if_foreign(self, context: Tensor, kwargs: dict[str, Any]) -> None:
-        if kwargs.get(FINISHED_CONTEXT) or self._warned_foreign:
-            return
-        self._warned_foreign = True
-        _log.warning(
-            "Anima got a conditioning without T5 ids (%s) that no Anima node finished. It is used as it is; if it "
-            "comes from another model's text encoder, encode the prompt with AnimaTextEncoderLoader's CLIP instead.",
-            list(context.shape),
-        )
+    def _warn_of_finished(self, context: Tensor, kwargs: dict[str, Any]) -> None:
+        finished_with, patcher = kwargs.get(FINISHED_CONTEXT), getattr(self, "current_patcher", None)
+        if finished_with is None:
+            self._warn_once(
+                f"a conditioning without T5 ids ({list(context.shape)}) that no Anima node finished. It is used as it is; "
+                "if it comes from another model's text encoder, encode the prompt with AnimaTextEncoderLoader's CLIP "
+                "instead."
+            )
+        elif patcher is not None and finished_with != adapter_patches(patcher):
+            self._warn_once(
+                "a conditioning finished by a model whose LLM adapter has other LoRAs than this one. The adapter's part of "
+                "those LoRAs acts as it was at encoding; connect the model with its LoRAs to Qwen3AdapterTextEncode."
+            )
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            _log.warning("Anima got %s", message)
 
 
 def batched_prompt(context: Tensor, ids: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

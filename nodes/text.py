@@ -10,7 +10,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from ..anima.errors import InputError
-from .model import FINISHED_CONTEXT, AnimaModel, batched_prompt
+from .model import FINISHED_CONTEXT, AnimaModel, adapter_patches, batched_prompt
 
 CATEGORY = "Anima/conditioning"
 
@@ -106,7 +106,7 @@ def finish(model: Any, conditioning: list[list[Any]]) -> list[list[Any]]:
         states, ids, weights = batched_prompt(states, ids, weights)
         with torch.inference_mode():
             context = anima.run_adapter(states, ids, weights, device)
-        extra[FINISHED_CONTEXT] = True
+        extra[FINISHED_CONTEXT] = adapter_patches(model)
         out.append([context.to(comfy.model_management.intermediate_device()), extra])
     return out
 

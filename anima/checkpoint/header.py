@@ -120,6 +120,9 @@ def _reject_other_formats(path: Path, start: bytes, size: int) -> None:
             "The file is empty." if not start else "The file is too short to be a model.",
             file=path, found=f"{size} bytes", expected="a safetensors file", fix=REDOWNLOAD,
         )  # fmt: skip
+    (length,) = struct.unpack("<Q", start)
+    if length <= min(MAX_HEADER_BYTES, size - 8):
+        return  # a header of 640 bytes begins like a pickle
     known = {
         b"PK\x03\x04": "a zip archive or a PyTorch pickle (.pt, .ckpt)",
         b"GGUF": "a GGUF file",

@@ -40,6 +40,7 @@ LORA_MARKS = (
     ".lora_down.", ".lora_up.", ".lora_A.", ".lora_B.", ".lora_a.", ".lora_b.", ".hada_w1_a", ".lokr_w1", ".lokr_w2",
     ".oft_blocks", ".oft_diag", ".dora_scale", ".a1.weight", ".diff_b", ".lora.up.", ".lora.down.", ".oft_R.",
 )  # fmt: skip
+LORA_ENDINGS = (".diff", ".w_norm", ".on_input", ".set_weight")
 
 _LORA_BASES: tuple[tuple[str, str, Callable[[Shapes], bool]], ...] = (
     ("lora_sdxl", "an SDXL or Stable Diffusion LoRA", _any_key("lora_unet_input_blocks", "lora_unet_down_blocks",
@@ -53,7 +54,7 @@ _LORA_BASES: tuple[tuple[str, str, Callable[[Shapes], bool]], ...] = (
 
 
 def _is_lora(shapes: Shapes) -> bool:
-    return any(mark in key for key in shapes for mark in LORA_MARKS)
+    return any(key.endswith(LORA_ENDINGS) or any(mark in key for mark in LORA_MARKS) for key in shapes)
 
 
 def _is_bundle(shapes: Shapes) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ..config import Shape
 from ..errors import InputError, WrongKindError, shorten
 from .names import TEXT_PREFIXES, NameTable, split_suffix
 
@@ -121,6 +122,82 @@ def _stabilise(module: Module) -> None:
     if down is not None:
         rank = down.shape[0]
         module[".alpha"] = (alpha if alpha is not None else down.new_tensor(float(rank))).float() * math.sqrt(rank)
+
+
+def shape_problem(module: Module, shape: Shape) -> str | None:
+    """Why a module does not fit a weight of this shape, or None when it does."""
+    if missing := _missing_parts(module):
+        return f"incomplete, without {', '.join(missing)}"
+    for suffix in (".alpha", ".on_input"):
+        if suffix in module and module[suffix].numel() != 1:
+            return f"{suffix} has shape {list(module[suffix].shape)} instead of being one number"
+    up, down = module.get(".lora_up.weight"), module.get(".lora_down.weight")
+    if up is not None and down is not None and (up.ndim < 2 or down.ndim < 2 or up.shape[1] != down.shape[0]):
+        return f"ranks differ: up {list(up.shape)}, down {list(down.shape)}"
+    made = _made_shape(module, shape)
+    if made != shape:
+        return f"shape {list(made)} does not fit the model's {list(shape)}"
+    if ".dora_scale" in module and module[".dora_scale"].numel() not in shape:
+        return f"DoRA magnitudes {list(module['.dora_scale'].shape)} do not fit the model's {list(shape)}"
+    return None
+
+
+_FAMILIES = (
+    (".lora_up.weight", ".lora_down.weight"),
+    (".hada_w1_a", ".hada_w1_b", ".hada_w2_a", ".hada_w2_b"),
+    (".a1.weight", ".a2.weight", ".b1.weight", ".b2.weight"),
+    (".lokr_w1_a", ".lokr_w1_b"),
+    (".lokr_w2_a", ".lokr_w2_b"),
+    (".weight", ".on_input"),
+)
+"""Tensors that come together or not at all."""
+
+
+def _missing_parts(module: Module) -> list[str]:
+    for family in _FAMILIES:
+        have = [name for name in family if name in module]
+        if have and len(have) < len(family):
+            return [name for name in family if name not in module]
+    factors = [any(name in module for name in (f".lokr_w{i}", f".lokr_w{i}_a")) for i in (1, 2)]
+    if any(factors) and not all(factors):
+        return [".lokr_w1" if factors[1] else ".lokr_w2"]
+    carriers = [name for name in module if name not in (".alpha", ".dora_scale", ".rescale", ".scalar")]
+    return [] if carriers else ["anything but scales"]
+
+
+def _made_shape(module: Module, shape: Shape) -> Shape:
+    """The shape a module changes; (0, 0) when its parts do not fit each other."""
+
+    def product(a: str, b: str) -> Shape:
+        first, second = module[a], module[b]
+        inner = first.ndim == second.ndim == 2 and first.shape[1] == second.shape[0]
+        return (first.shape[0], second.shape[1]) if inner else (0, 0)
+
+    for suffix in (".diff", ".w_norm", ".set_weight"):
+        if suffix in module:
+            return tuple(module[suffix].shape)
+    if ".lora_up.weight" in module:
+        return (module[".lora_up.weight"].shape[0], module[".lora_down.weight"][0].numel())
+    if ".hada_w1_a" in module:
+        one, two = product(".hada_w1_a", ".hada_w1_b"), product(".hada_w2_a", ".hada_w2_b")
+        return one if one == two else (0, 0)
+    if ".lokr_w1" in module or ".lokr_w1_a" in module:
+        one, two = (
+            tuple(module[f".lokr_w{i}"].shape) if f".lokr_w{i}" in module else product(f".lokr_w{i}_a", f".lokr_w{i}_b")
+            for i in (1, 2)
+        )
+        return (one[0] * two[0], one[1] * two[1]) if len(one) == len(two) == 2 else (0, 0)
+    if ".b1.weight" in module:
+        fits = product(".a1.weight", ".a2.weight") == (shape[-1], shape[-1])
+        return product(".b1.weight", ".b2.weight") if fits else (0, 0)
+    if ".oft_blocks" in module:
+        blocks = module[".oft_blocks"]
+        square = blocks.ndim in (3, 4) and blocks.shape[-1] == blocks.shape[-2]
+        return (blocks.shape[-3] * blocks.shape[-1], *shape[1:]) if square else (0, 0)
+    if ".on_input" in module:
+        axis = 1 if bool(module[".on_input"]) else 0
+        return shape if len(shape) == 2 and module[".weight"].numel() == shape[axis] else (0, 0)
+    return shape
 
 
 def check_lora(tensors: Mapping[str, Tensor], file: str, kind_slug: str, kind_name: str) -> None:

@@ -113,3 +113,13 @@ def test_random_bytes_never_escape_the_error_family(
     path.write_bytes(struct.pack("<Q", length) + raw)
     with contextlib.suppress(AnimaError):
         read_header(path)
+
+
+@pytest.mark.parametrize("length", [0x0280, 0x0380, 0x0480])
+def test_a_header_whose_length_begins_like_a_pickle_is_read(tmp_path: Path, length: int) -> None:
+    save_file({"a": torch.zeros(1)}, tmp_path / "f.safetensors", {"k": "v" * (length - 200)})
+    raw = (tmp_path / "f.safetensors").read_bytes()
+    (have,) = struct.unpack("<Q", raw[:8])
+    path = tmp_path / "g.safetensors"
+    path.write_bytes(struct.pack("<Q", length) + raw[8 : 8 + have] + b" " * (length - have) + raw[8 + have :])
+    assert read_header(path).tensors["a"].shape == (1,)
