@@ -19,6 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or 1 after an error and for a comparison that found a difference.
     """
     args = _parser().parse_args(argv)
+    if "dit" in args and "text_encoder" in args:
+        args.text_encoder, args.vae = args.text_encoder or args.dit, args.vae or args.dit
     try:
         return args.run(args) or 0
     except AnimaError as error:
@@ -30,15 +32,26 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="anima", description="Anima text-to-image without ComfyUI.")
     parser.add_argument("--version", action="version", version=f"anima {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_generate, _add_download, _add_inspect, _add_verify, _add_convert, _add_lora, _add_demo_model):
+    for add in (
+        _add_generate,
+        _add_download,
+        _add_inspect,
+        _add_verify,
+        _add_convert,
+        _add_quantize,
+        _add_lora,
+        _add_demo_model,
+    ):
         add(commands)
     return parser
 
 
 def _add_model_files(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--dit", required=True, help="the diffusion model: file, sharded index or diffusers folder")
-    command.add_argument("--text-encoder", required=True, help="Qwen3-0.6B")
-    command.add_argument("--vae", required=True, help="the Wan 2.1 / Qwen-Image VAE")
+    command.add_argument(
+        "--dit", required=True, help="the diffusion model: file, sharded index, diffusers folder, hub repo id"
+    )
+    command.add_argument("--text-encoder", help="Qwen3-0.6B; without it, that of --dit (a folder, repo or bundle)")
+    command.add_argument("--vae", help="the Wan 2.1 / Qwen-Image VAE; without it, that of --dit")
     command.add_argument("--adapter", help="take the LLM adapter from this file")
 
 
@@ -201,6 +214,41 @@ def _convert(args: argparse.Namespace) -> None:
         )  # fmt: skip
     for path in files:
         print(path)
+
+
+def _add_quantize(commands: argparse._SubParsersAction) -> None:
+    from .convert import DTYPES
+    from .quantize import FORMATS
+
+    command = commands.add_parser("quantize", help="write a smaller copy of a diffusion model")
+    command.add_argument("source")
+    command.add_argument("target", type=Path)
+    command.add_argument("--format", choices=FORMATS, required=True)
+    command.add_argument(
+        "--keep", action="append", default=[], metavar="PATTERN", help="leave these tensors, e.g. 'blocks.0.*'"
+    )
+    command.add_argument(
+        "--check", choices=DTYPES, help="also compare a whole forward pass in this dtype (needs memory for it)"
+    )
+    command.add_argument("--force", action="store_true", help="replace an existing file")
+    command.set_defaults(run=_quantize)
+
+
+def _quantize(args: argparse.Namespace) -> None:
+    from tqdm import tqdm
+
+    from .convert import DTYPES
+    from .quantize import forward_error, quantize_dit
+
+    with tqdm(unit="B", unit_scale=True, desc="written") as bar:
+        report = quantize_dit(
+            args.source, args.target, args.format, keep=args.keep, force=args.force, on_bytes=bar.update
+        )  # fmt: skip
+    print(report.text())
+    if args.check:
+        error = forward_error(args.source, args.target, DTYPES[args.check])
+        print(f"relative error of a whole forward pass: {error:.5f}")
+    print(args.target)
 
 
 def _add_lora(commands: argparse._SubParsersAction) -> None:

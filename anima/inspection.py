@@ -9,7 +9,14 @@ from typing import Any
 from .checkpoint.dit import differences, quantisation
 from .checkpoint.header import Header
 from .checkpoint.kinds import identify
-from .checkpoint.layouts import Layout, adapter_layout, dit_layout, find_vae_prefix, text_encoder_layout
+from .checkpoint.layouts import (
+    Layout,
+    adapter_layout,
+    dit_layout,
+    find_vae_prefix,
+    text_encoder_layout,
+    vae_to_original,
+)
 from .checkpoint.sources import QUANTISATION_EXTRAS, Source, open_source
 from .config import config_from_shapes
 from .errors import CheckpointError
@@ -101,6 +108,8 @@ def _describe_text_encoder(header: Header) -> dict[str, Any]:
 def _describe_vae(header: Header) -> dict[str, Any]:
     prefix = find_vae_prefix(header.shapes) or ""
     shapes = {key.removeprefix(prefix): shape for key, shape in header.shapes.items()}
-    if "decoder.conv_in.weight" in shapes:
-        return {"layout": "diffusers", "prefix": prefix}
-    return {"layout": "original", "prefix": prefix, "config": f"width {vae_config_from_shapes(shapes).dim}"}
+    diffusers = "decoder.conv_in.weight" in shapes
+    if diffusers:
+        shapes = {vae_to_original(name): shape for name, shape in shapes.items()}
+    layout = "diffusers" if diffusers else "original"
+    return {"layout": layout, "prefix": prefix, "config": f"width {vae_config_from_shapes(shapes).dim}"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 
 from .checkpoint.dit import plan_dit, settle
 from .checkpoint.parts import plan_text_encoder, plan_vae
-from .checkpoint.sources import Source, tensor_files
-from .errors import InputError
+from .checkpoint.reading import SCALED_FORMATS, comfy_formats, pack_scaled, read_tensors
+from .errors import InputError, MissingPackageError
 from .sampling import SAMPLERS, SHIFT, seeded_noise, simple_schedule, step_noise
 from .text.qwen3 import hidden_states, load_qwen3
 from .text.tokenizers import PromptTokenizer, find_tokenizers
@@ -70,27 +71,20 @@ class Request:
             )
 
 
-def read_tensors(source: Source) -> dict[str, Tensor]:
-    """Memory-mapped tensors of a source under their canonical names."""
-    from safetensors import safe_open
-
-    out: dict[str, Tensor] = {}
-    for file, names in tensor_files(source.header):
-        with safe_open(file, framework="pt") as opened:
-            out |= {source.rename[name]: opened.get_tensor(name) for name in names if name in source.rename}
-    return out
-
-
 def load_transformer(path: FilePath, adapter: FilePath | None, dtype: torch.dtype) -> AnimaTransformer:
     """Load a DiT with its adapter, strictly, in a dtype."""
     plan = plan_dit(path, adapter)
-    if plan.quantisation not in ("none", "raw fp8"):
+    tensors: dict[str, Tensor] = {}
+    for source in plan.sources:
+        tensors |= read_tensors(source)
+    unknown = comfy_formats(tensors) - set(SCALED_FORMATS)
+    if unknown:
         raise InputError(
-            "Quantised models run in ComfyUI only.",
-            file=path, found=plan.quantisation, expected="bf16, fp16, fp32 or raw fp8 weights",
+            "This quantised format runs in ComfyUI only.",
+            file=path, found=", ".join(unknown), expected=f"plain weights, GGUF, nf4, {', '.join(SCALED_FORMATS)}",
         )  # fmt: skip
+    tensors = {name: settle(t, dtype, aligned=True) for name, t in pack_scaled(tensors).items()}
     model = AnimaTransformer(plan.config, device="meta", dtype=dtype).requires_grad_(False)
-    tensors = {n: settle(t, dtype, aligned=True) for source in plan.sources for n, t in read_tensors(source).items()}
     model.load_state_dict(tensors, strict=True, assign=True)
     trace_if_asked(model, plan.config.num_blocks)
     return model.eval()
@@ -105,6 +99,23 @@ def load_text_encoder(path: FilePath, dtype: torch.dtype) -> nn.Module:
 def load_vae(path: FilePath, dtype: torch.dtype) -> WanImageVAE:
     """Load a Wan 2.1 VAE as a VAE for single images, strictly."""
     return load_image_vae({name: t.to(dtype) for name, t in read_tensors(plan_vae(path)).items()})
+
+
+def local_path(path: FilePath) -> FilePath:
+    """A path as it is, or the local copy of a hub repo named `owner/name`, fetched when it is not there yet."""
+    if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) or str(path).endswith(".safetensors"):
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise MissingPackageError("huggingface_hub", "Loading a model by its hub repo id") from error
+    try:
+        return snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model"])
+    except Exception as error:
+        raise InputError(
+            "There is no such file, and the hub repo cannot be fetched.",
+            file=path, found=str(error)[:300], expected="a file, a folder, or a repo id owner/name",
+        ) from error  # fmt: skip
 
 
 @dataclass
@@ -133,9 +144,15 @@ class Pipeline:
         device: str | torch.device = "cpu",
         offload: bool = False,
     ) -> Pipeline:
-        """Load the three files (single files, sharded indices or diffusers folders)."""
+        """Load the three files: single files, sharded indices, diffusers folders or their hub repo ids.
+
+        A folder or a bundle may be named for several parts.
+        """
+        dit, text_encoder, vae = (local_path(path) for path in (dit, text_encoder, vae))
         pipeline = cls(
-            tokenizer=find_tokenizers([Path(text_encoder).parent, Path(text_encoder).parent.parent]),
+            tokenizer=find_tokenizers(
+                [Path(text_encoder), Path(text_encoder).parent, Path(text_encoder).parent.parent]
+            ),
             text_encoder=load_text_encoder(text_encoder, torch.float32),
             transformer=load_transformer(dit, adapter, dtype),
             vae=load_vae(vae, dtype),

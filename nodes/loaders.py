@@ -14,7 +14,7 @@ from ..anima.errors import CheckpointError
 from .loading import load_planned_dit, load_text_encoder, load_vae
 
 CATEGORY = "Anima/loaders"
-NO_ADAPTER_FILE = "from the model file"
+IN_MODEL_FILE = "from the model file"
 DTYPES: dict[str, torch.dtype | None] = {
     "default": None,
     "fp8_e4m3fn": torch.float8_e4m3fn,
@@ -32,14 +32,17 @@ _DTYPE_TOOLTIP = (
 _REPORT_TOOLTIP = "What was loaded: variant, depth, dtype, quantisation and the adapter's source."
 
 
-def model_file(folder: str, name: str) -> str:
+def model_file(folder: str, name: str, also: str | None = None) -> str:
     """Full path of a model chosen in a node.
+
+    Args:
+        also: Another folder of models to look in.
 
     Raises:
         CheckpointError: no such file, or a name that leads out of the models folder.
     """
-    path = folder_paths.get_full_path(folder, name)
-    if path is None:
+    path = folder_paths.get_full_path(folder, name) or (also and folder_paths.get_full_path(also, name))
+    if not path:
         raise CheckpointError(
             f"The file is not in models/{folder}.",
             file=name,
@@ -59,8 +62,18 @@ def fingerprint(*files: tuple[str, str | None]) -> tuple[Any, ...]:
     return tuple(out)
 
 
+def model_names(folder: str) -> list[str]:
+    """Names of a models folder's files, with those that ComfyUI does not list: GGUF and indices of sharded models."""
+    names = list(folder_paths.get_filename_list(folder))
+    for path in folder_paths.get_folder_paths(folder):
+        if os.path.isdir(path):
+            found, _ = folder_paths.recursive_search(path, excluded_dir_names=[".git"])
+            names += [name for name in found if name.lower().endswith((".gguf", ".safetensors.index.json"))]
+    return sorted(set(names))
+
+
 def _choose(folder: str, id: str, tooltip: str, **kwargs: Any) -> io.Combo.Input:
-    return io.Combo.Input(id, options=folder_paths.get_filename_list(folder), tooltip=tooltip, **kwargs)
+    return io.Combo.Input(id, options=model_names(folder), tooltip=tooltip, **kwargs)
 
 
 def _dtype_input() -> io.Combo.Input:
@@ -74,7 +87,7 @@ class AnimaUNetLoader(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        adapters = [NO_ADAPTER_FILE, *folder_paths.get_filename_list("diffusion_models")]
+        adapters = [IN_MODEL_FILE, *model_names("diffusion_models")]
         return io.Schema(
             node_id="AnimaUNetLoader",
             display_name="Load Anima Model",
@@ -86,7 +99,7 @@ class AnimaUNetLoader(io.ComfyNode):
                 _choose("diffusion_models", "unet_name", _DIT_TOOLTIP),
                 _dtype_input(),
                 io.Combo.Input(
-                    "llm_adapter", options=adapters, default=NO_ADAPTER_FILE, optional=True, advanced=True,
+                    "llm_adapter", options=adapters, default=IN_MODEL_FILE, optional=True, advanced=True,
                     tooltip="Take the LLM adapter from another file, e.g. for a model saved without one.",
                 ),
             ],
@@ -97,14 +110,14 @@ class AnimaUNetLoader(io.ComfyNode):
         )  # fmt: skip
 
     @classmethod
-    def fingerprint_inputs(cls, unet_name: str, weight_dtype: str, llm_adapter: str = NO_ADAPTER_FILE) -> Any:
-        adapter = None if llm_adapter == NO_ADAPTER_FILE else llm_adapter
+    def fingerprint_inputs(cls, unet_name: str, weight_dtype: str, llm_adapter: str = IN_MODEL_FILE) -> Any:
+        adapter = None if llm_adapter == IN_MODEL_FILE else llm_adapter
         return fingerprint(("diffusion_models", unet_name), ("diffusion_models", adapter)), weight_dtype
 
     @classmethod
-    def execute(cls, unet_name: str, weight_dtype: str, llm_adapter: str = NO_ADAPTER_FILE) -> io.NodeOutput:
+    def execute(cls, unet_name: str, weight_dtype: str, llm_adapter: str = IN_MODEL_FILE) -> io.NodeOutput:
         path = model_file("diffusion_models", unet_name)
-        adapter = None if llm_adapter == NO_ADAPTER_FILE else model_file("diffusion_models", llm_adapter)
+        adapter = None if llm_adapter == IN_MODEL_FILE else model_file("diffusion_models", llm_adapter)
         plan = plan_dit(path, adapter)
         return io.NodeOutput(load_planned_dit(plan, adapter, DTYPES[weight_dtype]), plan.report())
 
@@ -130,7 +143,8 @@ class AnimaTextEncoderLoader(io.ComfyNode):
 
     @classmethod
     def execute(cls, clip_name: str) -> io.NodeOutput:
-        return io.NodeOutput(_load_clip(clip_name))
+        path = model_file("text_encoders", clip_name)
+        return io.NodeOutput(load_text_encoder(path, folder_paths.get_folder_paths("embeddings")))
 
 
 class AnimaVAELoader(io.ComfyNode):
@@ -158,20 +172,26 @@ class AnimaVAELoader(io.ComfyNode):
 
 
 class AnimaLoader(io.ComfyNode):
-    """Loads all three files."""
+    """Loads all three files, or one bundle of all three."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
+        models = [*model_names("diffusion_models"), *model_names("checkpoints")]
         return io.Schema(
             node_id="AnimaLoader",
             display_name="Load Anima",
             category=CATEGORY,
-            description="Loads the three files of Anima at once: diffusion model, text encoder and VAE.",
+            description="Loads the three files of Anima at once: diffusion model, text encoder and VAE. An all-in-one "
+            "checkpoint has them all.",
             search_aliases=["anima", "checkpoint", "load anima", "all in one"],
             inputs=[
-                _choose("diffusion_models", "unet_name", _DIT_TOOLTIP),
-                _choose("text_encoders", "clip_name", "The Qwen3-0.6B file, from models/text_encoders."),
-                _choose("vae", "vae_name", "The Wan 2.1 / Qwen-Image VAE, from models/vae."),
+                io.Combo.Input(
+                    "unet_name", options=models,
+                    tooltip="The Anima diffusion model, from models/diffusion_models, or an all-in-one file, from "
+                    "models/checkpoints.",
+                ),
+                _part_input("text_encoders", "clip_name", "The Qwen3-0.6B file, from models/text_encoders."),
+                _part_input("vae", "vae_name", "The Wan 2.1 / Qwen-Image VAE, from models/vae."),
                 _dtype_input(),
             ],
             outputs=[
@@ -180,22 +200,35 @@ class AnimaLoader(io.ComfyNode):
                 io.Vae.Output(display_name="vae", tooltip="The VAE, for WanVAEDecode and every VAE node."),
                 io.String.Output(display_name="report", tooltip=_REPORT_TOOLTIP),
             ],
-        )
+        )  # fmt: skip
 
     @classmethod
     def fingerprint_inputs(cls, unet_name: str, clip_name: str, vae_name: str, weight_dtype: str) -> Any:
-        return fingerprint(
-            ("diffusion_models", unet_name), ("text_encoders", clip_name), ("vae", vae_name)
-        ), weight_dtype
+        files = (
+            ("diffusion_models", unet_name),
+            ("checkpoints", unet_name),
+            ("text_encoders", clip_name),
+            ("vae", vae_name),
+        )
+        return fingerprint(*files), weight_dtype
 
     @classmethod
     def execute(cls, unet_name: str, clip_name: str, vae_name: str, weight_dtype: str) -> io.NodeOutput:
-        plan = plan_dit(model_file("diffusion_models", unet_name))
-        vae_path = model_file("vae", vae_name)
-        clip = _load_clip(clip_name)
+        dit = model_file("diffusion_models", unet_name, also="checkpoints")
+        text_encoder, vae = (
+            dit if name == IN_MODEL_FILE else model_file(folder, name)
+            for folder, name in (("text_encoders", clip_name), ("vae", vae_name))
+        )
+        plan = plan_dit(dit)
+        clip = load_text_encoder(text_encoder, folder_paths.get_folder_paths("embeddings"))
         model = load_planned_dit(plan, dtype=DTYPES[weight_dtype])
-        return io.NodeOutput(model, clip, load_vae(vae_path), plan.report())
+        return io.NodeOutput(model, clip, load_vae(vae), plan.report())
 
 
-def _load_clip(name: str) -> Any:
-    return load_text_encoder(model_file("text_encoders", name), folder_paths.get_folder_paths("embeddings"))
+def _part_input(folder: str, id: str, tooltip: str) -> io.Combo.Input:
+    files = folder_paths.get_filename_list(folder)
+    return io.Combo.Input(
+        id,
+        options=[*files, IN_MODEL_FILE],
+        tooltip=f"{tooltip} '{IN_MODEL_FILE}' takes that of an all-in-one checkpoint.",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ import comfy.utils
 import torch
 from torch import Tensor
 
+from ..anima.checkpoint import reading
 from ..anima.checkpoint.dit import DitPlan, plan_dit, settle
 from ..anima.checkpoint.parts import plan_text_encoder, plan_vae
-from ..anima.checkpoint.sources import Source, tensor_files
+from ..anima.checkpoint.sources import Source
 from ..anima.errors import CheckpointError
+from ..anima.packed import PackedTensor
 from .model import AnimaModelConfig
 
 QWEN_HEAD_DIM = 128
@@ -28,19 +31,19 @@ QWEN_HEAD_DIM = 128
 _log = logging.getLogger("anima")
 
 
-def read_tensors(source: Source) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read the tensors of a source the way ComfyUI reads files (memory-mapped).
+def read_tensors(source: Source) -> dict[str, Tensor]:
+    """Read the tensors of a source the way ComfyUI reads files (memory-mapped); canonical name -> tensor."""
+    return reading.read_tensors(source, lambda path, names: comfy.utils.load_torch_file(str(path)))
 
-    Returns:
-        Canonical name -> tensor, and the metadata of the file.
-    """
-    tensors: dict[str, Tensor] = {}
-    metadata: dict[str, str] = {}
-    for file, names in tensor_files(source.header):
-        loaded, file_metadata = comfy.utils.load_torch_file(str(file), return_metadata=True)
-        tensors |= {source.rename[name]: loaded[name] for name in names if name in source.rename}
-        metadata |= file_metadata or {}
-    return tensors, metadata
+
+def quantisation_metadata(source: Source, prefix: str) -> dict[str, str]:
+    """The file's metadata, with the layer names in ComfyUI's `_quantization_metadata` made canonical."""
+    metadata = dict(source.header.metadata)
+    if "_quantization_metadata" in metadata:
+        layers = json.loads(metadata["_quantization_metadata"]).get("layers", {})
+        renamed = {name.removeprefix(prefix): value for name, value in layers.items()}
+        metadata["_quantization_metadata"] = json.dumps({"layers": renamed})
+    return metadata
 
 
 def load_dit(
@@ -71,9 +74,8 @@ def _build_patcher(plan: DitPlan, dtype: torch.dtype | None, disable_dynamic: bo
     sd: dict[str, Tensor] = {}
     metadata: dict[str, str] = {}
     for source in plan.sources:
-        tensors, file_metadata = read_tensors(source)
-        sd |= tensors
-        metadata |= file_metadata
+        sd |= read_tensors(source)
+        metadata |= quantisation_metadata(source, plan.prefix)
     sd, _ = comfy.utils.convert_old_quants(sd, model_prefix="", metadata=metadata)
 
     management = comfy.model_management
@@ -83,7 +85,7 @@ def _build_patcher(plan: DitPlan, dtype: torch.dtype | None, disable_dynamic: bo
     model_config.quant_config = comfy.utils.detect_layer_quantization(sd, "")
     supported = model_config.supported_inference_dtypes
     if dtype is None:
-        stored = None if model_config.quant_config else comfy.utils.weight_dtype(sd)
+        stored = None if model_config.quant_config else stored_dtype(sd)
         parameters = comfy.utils.calculate_parameters(sd)
         dtype = management.unet_dtype(model_params=parameters, supported_dtypes=supported, weight_dtype=stored)
     manual_cast = management.unet_manual_cast(None if model_config.quant_config else dtype, load_device, supported)
@@ -93,7 +95,8 @@ def _build_patcher(plan: DitPlan, dtype: torch.dtype | None, disable_dynamic: bo
         model = model_config.get_model(sd, device=offload_device)
     else:  # the file's own memory becomes the parameters: a second copy only where it is needed
         on_cpu = management.is_device_cpu(load_device)
-        sd = {name: settle(tensor, dtype, aligned=on_cpu) for name, tensor in sd.items()}
+        raised = manual_cast or torch.bfloat16
+        sd = {n: settle(t, raised if needlessly_fp8(n, t) else dtype, aligned=on_cpu) for n, t in sd.items()}
         model = model_config.get_model(sd, device="meta")
         model.device = offload_device
     model.load_model_weights(sd, assign=True)
@@ -102,6 +105,17 @@ def _build_patcher(plan: DitPlan, dtype: torch.dtype | None, disable_dynamic: bo
     if not management.is_device_cpu(offload_device):
         model.to(offload_device)
     return patcher
+
+
+def needlessly_fp8(name: str, tensor: Tensor) -> bool:
+    """Whether a file quantised more than matrices: norms, biases and embeddings in fp8 cannot be computed with."""
+    in_fp8 = tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    return in_fp8 and (tensor.ndim != 2 or name.endswith("embed.weight"))
+
+
+def stored_dtype(sd: dict[str, Tensor]) -> torch.dtype | None:
+    """The dtype ComfyUI should take the weights to be stored in: packed weights count as bfloat16."""
+    return torch.bfloat16 if any(isinstance(t, PackedTensor) for t in sd.values()) else comfy.utils.weight_dtype(sd)
 
 
 class AnimaTokenizer(comfy.text_encoders.anima.AnimaTokenizer):
@@ -124,8 +138,7 @@ def load_text_encoder(
             file=path,
             expected=f"head dimension {QWEN_HEAD_DIM}",
         )
-    sd, metadata = read_tensors(source)
-    sd, _ = comfy.utils.convert_old_quants(sd, model_prefix="", metadata=metadata)
+    sd, _ = comfy.utils.convert_old_quants(read_tensors(source), model_prefix="", metadata=dict(source.header.metadata))
     detected = comfy.text_encoders.hunyuan_video.llama_detect(sd)
     clip = comfy.sd.CLIP(
         comfy.supported_models_base.ClipTarget(AnimaTokenizer, comfy.text_encoders.anima.te(**detected)),
@@ -147,8 +160,8 @@ def load_text_encoder_patcher(*args: Any, **kwargs: Any) -> comfy.model_patcher.
 
 def load_vae(path: str) -> comfy.sd.VAE:
     """Load a Wan 2.1 / Qwen-Image VAE as a ComfyUI VAE object."""
-    sd, metadata = read_tensors(plan_vae(path))
-    vae = comfy.sd.VAE(sd=sd, metadata=metadata)
+    source = plan_vae(path)
+    vae = comfy.sd.VAE(sd=read_tensors(source), metadata=dict(source.header.metadata))
     vae.throw_exception_if_invalid()
     _log.info("Anima: VAE %s", Path(path).name)
     return vae

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..anima.config import AnimaConfig
 from ..anima.errors import CheckpointError, InputError, shorten
+from ..anima.packed import PackedTensor
 from ..anima.sampling import SHIFT
 from ..anima.trace import trace_if_asked
 from ..anima.transformer import AnimaTransformer
@@ -77,6 +78,11 @@ class AnimaModel(comfy.model_base.BaseModel):
             )
         sd.clear()
         return self
+
+    def state_dict_for_saving(self, unet_state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """What ModelSave and CheckpointSave write: packed weights are written unpacked."""
+        dense = {n: t.unpacked() if isinstance(t, PackedTensor) else t for n, t in unet_state_dict.items()}
+        return super().state_dict_for_saving(dense, *args, **kwargs)
 
     def process_latent_in(self, latent: Tensor) -> Tensor:
         """Normalise a latent (B, 16, ...) that sampling starts from."""

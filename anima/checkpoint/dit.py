@@ -13,6 +13,7 @@ import torch
 
 from ..config import AnimaConfig, Shape, config_from_shapes
 from ..errors import CheckpointError, WrongKindError, check_tensors, shorten
+from ..packed import PackedTensor
 from ..transformer import AnimaTransformer
 from .header import Header
 from .kinds import Kind, identify
@@ -223,9 +224,13 @@ def check_architecture(
 
 
 def quantisation(sources: Sequence[Source]) -> str:
-    """How the weights are quantised: `none`, `raw fp8`, `scaled fp8`, `ComfyUI mixed precision`, `bitsandbytes nf4`."""
+    """How the weights are quantised: `none`, `GGUF`, `raw fp8`, `scaled fp8`, `ComfyUI mixed precision`, `bitsandbytes nf4`."""
     names = [name for source in sources for name in source.rename.values()]
-    if any(name.endswith(".comfy_quant") for name in names):
+    if any(source.header.is_gguf for source in sources):
+        return "GGUF"
+    if any(name.endswith(".comfy_quant") for name in names) or any(
+        "_quantization_metadata" in source.header.metadata for source in sources
+    ):
         return "ComfyUI mixed precision"
     if any("quant_state.bitsandbytes" in name for name in names):
         return "bitsandbytes nf4"
@@ -243,6 +248,8 @@ def settle(tensor: torch.Tensor, dtype: torch.dtype | None, aligned: bool) -> to
         aligned: Copy a tensor that does not start on a 64-byte boundary. For computing on the CPU, whose kernels sum in
             another order on unaligned memory, so that the bits would depend on the length of the file's header.
     """
+    if isinstance(tensor, PackedTensor):
+        return tensor if dtype is None else tensor.with_dtype(dtype)
     if dtype is not None and tensor.is_floating_point():
         tensor = tensor.to(dtype)
     return tensor.clone() if aligned and tensor.data_ptr() % ALIGNMENT else tensor

@@ -57,6 +57,10 @@ class Header:
     file_size: int = 0
 
     @property
+    def is_gguf(self) -> bool:
+        return self.path.suffix.lower() == ".gguf"
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: info.shape for name, info in self.tensors.items()}
 
@@ -125,7 +129,7 @@ def _reject_other_formats(path: Path, start: bytes, size: int) -> None:
         return  # a header of 640 bytes begins like a pickle
     known = {
         b"PK\x03\x04": "a zip archive or a PyTorch pickle (.pt, .ckpt)",
-        b"GGUF": "a GGUF file",
+        b"GGUF": "a GGUF file whose name does not end in .gguf",
         b"\x80\x02": "a Python pickle", b"\x80\x03": "a Python pickle", b"\x80\x04": "a Python pickle",
         b"<!DO": "a web page, probably an error page saved instead of the download",
         b"<htm": "a web page, probably an error page saved instead of the download",

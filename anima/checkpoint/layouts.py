@@ -188,3 +188,34 @@ def text_encoder_layout(shapes: Mapping[str, Shape]) -> Layout | None:
     heads = tuple(key for key in shapes if key.endswith("lm_head.weight"))
     dropped = tuple(k for k, name in inner.items() if _NOT_WEIGHTS.search(name)) + heads
     return Layout("qwen3", prefix, {k: "model." + name for k, name in inner.items() if k not in dropped}, dropped)
+
+
+_VAE_PARTS = (
+    (r"^quant_conv\.", "conv1."),
+    (r"^post_quant_conv\.", "conv2."),
+    (r"^(encoder|decoder)\.conv_in\.", r"\1.conv1."),
+    (r"^(encoder|decoder)\.conv_out\.", r"\1.head.2."),
+    (r"^(encoder|decoder)\.norm_out\.", r"\1.head.0."),
+    (r"\.mid_block\.attentions\.0\.", ".middle.1."),
+    (r"\.mid_block\.resnets\.0\.", ".middle.0."),
+    (r"\.mid_block\.resnets\.1\.", ".middle.2."),
+    (r"^encoder\.down_blocks\.(\d+)\.", r"encoder.downsamples.\1."),
+    (r"\.conv_shortcut\.", ".shortcut."),
+)
+_VAE_RESNET = {"norm1": "residual.0", "conv1": "residual.2", "norm2": "residual.3", "conv2": "residual.6"}
+
+
+def vae_to_original(name: str) -> str:
+    """Name of a tensor of diffusers' AutoencoderKLWan / AutoencoderKLQwenImage -> original Wan name.
+
+    A stage of the decoder has three residual blocks and an upsampler, numbered through in the original.
+    """
+    up = re.match(r"^decoder\.up_blocks\.(\d+)\.(?:resnets\.(\d+)|upsamplers\.0)\.", name)
+    if up:
+        name = f"decoder.upsamples.{4 * int(up[1]) + int(up[2] or 3)}." + name[up.end() :]
+    for pattern, replacement in _VAE_PARTS:
+        name = re.sub(pattern, replacement, name)
+    head, _, rest = name.rpartition(".")
+    stem, _, last = head.rpartition(".")
+    in_resnet = ".downsamples." in name or ".upsamples." in name or ".middle." in name
+    return f"{stem}.{_VAE_RESNET[last]}.{rest}" if in_resnet and last in _VAE_RESNET else name

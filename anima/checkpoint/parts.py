@@ -8,7 +8,7 @@ from ..errors import WrongKindError
 from ..text.qwen3 import check_qwen3
 from ..vae import check_vae
 from .kinds import identify
-from .layouts import find_vae_prefix, text_encoder_layout
+from .layouts import find_vae_prefix, is_wan_vae, text_encoder_layout, vae_to_original
 from .sources import QUANTISATION_EXTRAS, Source, open_source
 
 
@@ -40,16 +40,17 @@ def plan_text_encoder(path: str | PathLike[str]) -> tuple[Source, dict[str, int]
 def plan_vae(path: str | PathLike[str]) -> Source:
     """Check a Wan 2.1 / Qwen-Image VAE file; raises as `plan_text_encoder` does."""
     header = open_source(path, "vae")
-    kind = identify(header.shapes)
-    if kind.slug != "wan_vae":
+    prefix = find_vae_prefix(header.shapes)
+    if prefix is None or not is_wan_vae(header.shapes):
         raise WrongKindError(
             "This is not the VAE that Anima uses.",
             file=path,
-            found=kind.name,
+            found=identify(header.shapes).name,
             expected="the Wan 2.1 / Qwen-Image VAE (qwen_image_vae.safetensors), 16 channels",
             fix="Choose the VAE file of the Anima release from models/vae.",
         )
-    prefix = find_vae_prefix(header.shapes) or ""
-    rename = {key: key.removeprefix(prefix) for key in header.shapes if key.startswith(prefix)}
-    check_vae({name: header.shapes[key] for key, name in rename.items()}, path)
-    return Source(header, rename)
+    names = {key: key.removeprefix(prefix) for key in header.shapes if key.startswith(prefix)}
+    if prefix + "decoder.conv_in.weight" in header.shapes:
+        names = {key: vae_to_original(name) for key, name in names.items()}
+    check_vae({name: header.shapes[key] for key, name in names.items()}, path)
+    return Source(header, names)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from ..errors import CheckpointError
+from .gguf_header import MAGIC, read_gguf_header
 from .header import MAX_HEADER_BYTES, REDOWNLOAD, Header, TensorInfo, read_header
 
 INDEX_SUFFIX = ".safetensors.index.json"
+NF4_STATE = ".quant_state.bitsandbytes__nf4"
+NF4_STATE_BYTES = 10_000
 
 
 QUANTISATION_EXTRAS = re.compile(
@@ -46,7 +50,57 @@ def open_source(path: str | PathLike[str], subfolder: str = "") -> Header:
     path = Path(path)
     if path.is_dir():
         path = _find_in_folder(path, subfolder)
-    return _read_index(path) if path.name.endswith(INDEX_SUFFIX) else read_header(path)
+    if path.name.endswith(INDEX_SUFFIX):
+        return _read_index(path)
+    return _with_logical_shapes(_read_one(path))
+
+
+def _read_one(path: Path) -> Header:
+    if path.suffix.lower() != ".gguf":
+        return read_header(path)
+    try:
+        with path.open("rb") as file:
+            is_gguf = file.read(4) == MAGIC
+        return read_gguf_header(path) if is_gguf else read_header(path)
+    except OSError as error:
+        raise CheckpointError("The model file cannot be read.", file=path, found=str(error)) from error
+
+
+def nf4_state(raw: bytes) -> dict[str, Any]:
+    """The JSON that bitsandbytes keeps beside a 4-bit weight.
+
+    Raises:
+        ValueError: not such JSON.
+    """
+    state = json.loads(raw)
+    sides = state.get("shape") if isinstance(state, dict) else None
+    if not isinstance(sides, list) or not all(isinstance(side, int) and 0 < side < 2**31 for side in sides):
+        raise ValueError("no shape in the quantisation state")
+    return state
+
+
+def _with_logical_shapes(header: Header) -> Header:
+    """Give bitsandbytes weights the shape they have unpacked, which only their quantisation state tells."""
+    states = [name for name in header.tensors if name.endswith(NF4_STATE)]
+    if not states:
+        return header
+    tensors = dict(header.tensors)
+    with header.path.open("rb") as file:
+        for name in states:
+            info, weight = header.tensors[name], name.removesuffix(NF4_STATE)
+            try:
+                file.seek(header.data_start + info.begin)
+                shape = tuple(nf4_state(file.read(min(info.end - info.begin, NF4_STATE_BYTES)))["shape"])
+                packed = tensors[weight]
+                if packed.numel * 2 != TensorInfo("NF4", shape, 0, 0).numel:
+                    raise ValueError(f"{packed.numel} bytes for shape {list(shape)}")
+            except (ValueError, KeyError, RecursionError) as error:
+                raise CheckpointError(
+                    "The quantisation state of a 4-bit weight is damaged.",
+                    file=header.path, found=f"{name}: {error}", expected="bitsandbytes' JSON", fix=REDOWNLOAD,
+                ) from error  # fmt: skip
+            tensors[weight] = TensorInfo("NF4", shape, packed.begin, packed.end)
+    return replace(header, tensors=tensors)
 
 
 def tensor_files(header: Header) -> Iterator[tuple[Path, list[str]]]:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from ..checkpoint.dit import plan_dit, settle
 from ..checkpoint.parts import plan_text_encoder, plan_vae
+from ..checkpoint.reading import read_tensors
 from ..config import AnimaConfig
 from ..convert import DTYPES
 from ..errors import AnimaError, InputError
-from ..pipeline import read_tensors
 from .recording import Job, OnStep, Recording, cos_and_sin, load_job, record, save_job
 
 

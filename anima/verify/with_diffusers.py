@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from ..checkpoint.dit import plan_dit
 from ..checkpoint.layouts import canonical_to_diffusers
 from ..checkpoint.parts import plan_text_encoder, plan_vae
+from ..checkpoint.reading import read_tensors
 from ..convert import DTYPES, diffusers_config
 from ..errors import InputError, MissingPackageError
-from ..pipeline import read_tensors
 from ..text.qwen3 import NORM_EPS, ROPE_THETA
 from ..text.tokenizers import tokenizer_folders
 from .recording import Job, OnStep

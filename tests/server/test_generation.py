@@ -61,3 +61,18 @@ def test_every_node_is_described(server: Server) -> None:
 def test_pack_was_loaded_without_a_complaint(server: Server) -> None:
     lines = [line for line in server.log().splitlines() if "anima-nodes" in line and "IMPORT FAILED" in line]
     assert not lines
+
+
+@pytest.mark.parametrize("format", ["fp8", "fp8_scaled", "nf4", "gguf:Q8_0", "gguf:Q4_0"])
+def test_quantised_files_run_through_prompt(server: Server, format: str) -> None:
+    from anima.quantize import quantize_dit
+
+    folder = server.root / "models" / "diffusion_models"
+    name = format.replace(":", "_") + (".gguf" if format.startswith("gguf") else ".safetensors")
+    if not (folder / name).exists():
+        quantize_dit(folder / "anima-base-v1.0.safetensors", folder / name, format)
+    graph = shipped_workflow("anima_text_to_image")
+    (plain,) = server.run(graph)
+    graph["1"]["inputs"]["unet_name"] = name
+    (picture,) = server.run(graph)
+    assert picture.std() > 3 and 0 < np.abs(picture.astype(int) - plain).mean() < 25

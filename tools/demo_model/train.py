@@ -175,18 +175,35 @@ def initialise(model: AnimaTransformer) -> None:
     model.llm_adapter.embed.weight.data = t5_table(torch.tensor([0]), torch.zeros(1, DIT_CONFIG.context_dim))
 
 
+def fresh_adapter(model: AnimaTransformer) -> None:
+    """Make the adapter near the identity on T5's embeddings, so that all words differ as much as their embeddings.
+
+    Trained along with the DiT from the start, it learns colours first and then tells no shapes apart.
+    """
+    for name, parameter in model.llm_adapter.named_parameters():
+        if parameter.ndim == 2 and "embed" not in name:
+            nn.init.xavier_uniform_(parameter, 0.5 if name.endswith(("o_proj.weight", "mlp.2.weight")) else 1.0)
+        elif parameter.ndim == 1 and name != "norm.weight":
+            nn.init.ones_(parameter) if "norm" in name else nn.init.zeros_(parameter)
+    for block in model.blocks:  # sharper attention to words beside the many rows of padding
+        for norm in (block.cross_attn.q_norm, block.cross_attn.k_norm):
+            nn.init.constant_(norm.weight, 1.5)
+
+
 def train_dit(
     latents: Tensor,
     captions: list[str],
     steps: int,
     batch: int,
     start_from: dict[str, Tensor] | None,
+    new_adapter: bool,
     save: Callable[[dict[str, Tensor]], None],
 ) -> None:
     """Rectified flow on normalised latents (N, 16, 16, 16); saves the averaged weights, at the end and on the way.
 
     Args:
         start_from: Weights of an earlier run to go on from; its adapter is kept as it is, which saves time.
+        new_adapter: With `start_from`, put a fresh adapter in the place of the earlier one.
     """
     attention = PaddedCrossAttention()
     model = AnimaTransformer(DIT_CONFIG, attention=attention)
@@ -195,6 +212,8 @@ def train_dit(
         table = t5_table(start_from["t5_used"], start_from.pop("dit.llm_adapter.embed.rows").float())
         weights = {k.removeprefix("dit."): v.float() for k, v in start_from.items() if k.startswith("dit.")}
         model.load_state_dict({**weights, "llm_adapter.embed.weight": table})
+        if new_adapter:
+            fresh_adapter(model)
         model.llm_adapter.requires_grad_(False)
     average = copy.deepcopy(model.state_dict())
     encoded = encode_captions(captions)
@@ -252,6 +271,9 @@ def main() -> None:
     parser.add_argument("--dit-steps", type=int, default=2000)
     parser.add_argument("--vae", type=Path, help="take the VAE from this file of an earlier run")
     parser.add_argument("--start-from", type=Path, help="go on from the DiT and VAE of this file, keeping its adapter")
+    parser.add_argument(
+        "--fresh-adapter", action="store_true", help="with --start-from: replace the adapter, then keep it"
+    )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -287,7 +309,7 @@ def main() -> None:
         save_file(stored, args.out)
         log(f"wrote {args.out} ({args.out.stat().st_size / 1e6:.1f} MB)")
 
-    train_dit(latents, captions, args.dit_steps, args.batch, earlier, save)
+    train_dit(latents, captions, args.dit_steps, args.batch, earlier, args.fresh_adapter, save)
 
 
 if __name__ == "__main__":
