@@ -3,39 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from frontend import open_workflow
 from host import REPO
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page
 from server import WORKFLOWS, Server
 
-CHROMIUM = os.environ.get("CHROMIUM_PATH", "/usr/bin/chromium")
-FLAGS = [
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-]  # fmt: skip
 SHOTS = REPO / ".local" / "screenshots"
-
-
-@pytest.fixture(scope="module")
-def page(server: Server) -> Iterator[Page]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page = browser.new_page(viewport={"width": 1600, "height": 900})
-        page.set_default_timeout(120_000)
-        page.goto(server.url())
-        page.wait_for_function("Boolean(window.app?.graph && window.LiteGraph?.registered_node_types?.AnimaLoader)")
-        yield page
-        browser.close()
-
-
-def open_workflow(page: Page, workflow: dict[str, Any], name: str) -> None:
-    page.evaluate("([workflow, name]) => app.loadGraphData(workflow, true, true, name)", [workflow, name])
-    page.keyboard.press("Escape")
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)

@@ -26,6 +26,7 @@ WORKFLOWS = sorted(path.stem for path in (REPO / "example_workflows" / "api").gl
 OFFICIAL_NAMES = {
     "diffusion_models": "anima-base-v1.0", "text_encoders": "qwen_3_06b_base", "vae": "qwen_image_vae",
 }  # fmt: skip
+LLLITE_NAMES = {"anima-lllite-any-test-like-v2": 3, "anima-lllite-depth-1": 3, "anima-lllite-inpainting-v2": 4}
 START_SECONDS = 240
 
 
@@ -42,6 +43,9 @@ def prepare_folder(root: Path) -> None:
         lora[f"lora_unet_{module}.alpha"] = torch.tensor(4.0)
     (root / "models" / "loras").mkdir(parents=True)
     save_file(lora, root / "models" / "loras" / "anima-turbo-lora-v0.2.safetensors")
+    (root / "models" / "model_patches").mkdir()
+    for name, channels in LLLITE_NAMES.items():
+        save_file(tiny.lllite(channels), root / "models" / "model_patches" / f"{name}.safetensors")
     picture = np.full((64, 64, 4), 255, np.uint8)
     picture[16:48, 16:48] = (220, 30, 30, 0)
     (root / "input").mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -68,6 +69,36 @@ def vae(seed: int = 3, dtype: torch.dtype = torch.float32, config: VAEConfig = V
             tensor[:, :, :-1] = early.to(tensor.dtype)
         tensors[name] = tensor.to(dtype)
     return tensors
+
+
+def lllite(channels: int) -> dict[str, Tensor]:
+    """A control model in ComfyUI's named-key layout for the tiny DiT (width 96)."""
+    generator = torch.Generator().manual_seed(channels)
+    dim, emb, mlp = 16, 12, 8
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) / max(1, math.prod(shape[1:])) ** 0.5
+
+    c = "lllite_conditioning1."
+    out = {
+        c + "conv1.weight": rand(dim // 2, channels, 4, 4), c + "conv1.bias": rand(dim // 2),
+        c + "conv2.weight": rand(dim // 2, dim // 2, 3, 3), c + "conv2.bias": rand(dim // 2),
+        c + "conv3.weight": rand(dim, dim // 2, 4, 4), c + "conv3.bias": rand(dim),
+        c + "proj.weight": rand(emb, dim, 1, 1), c + "proj.bias": rand(emb),
+        c + "out_norm.weight": torch.ones(emb), c + "out_norm.bias": torch.zeros(emb),
+    }  # fmt: skip
+    for norm, width in (("norm1", dim // 2), ("norm2", dim // 2), ("norm3", dim)):
+        out |= {f"{c}{norm}.weight": torch.ones(width), f"{c}{norm}.bias": torch.zeros(width)}
+    for block in range(3):
+        for target in ("self_attn_q_proj", "self_attn_v_proj", "cross_attn_q_proj", "mlp_layer1"):
+            name = f"lllite_dit_blocks_{block}_{target}."
+            out |= {
+                name + "down.weight": rand(mlp, 96), name + "down.bias": rand(mlp),
+                name + "mid.weight": rand(mlp, mlp + emb), name + "mid.bias": rand(mlp),
+                name + "cond_to_film.weight": rand(2 * mlp, emb), name + "cond_to_film.bias": rand(2 * mlp),
+                name + "up.weight": rand(96, mlp), name + "up.bias": rand(96), name + "depth_embed": rand(emb),
+            }  # fmt: skip
+    return out
 
 
 def prefixed(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

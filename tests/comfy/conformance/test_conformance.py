@@ -33,36 +33,6 @@ def lora(names: dict[str, tuple[int, int]], down: str, up: str, seed: int) -> di
     return out
 
 
-def lllite(channels: int) -> dict[str, torch.Tensor]:
-    """A control model in ComfyUI's named-key layout for the tiny DiT (width 96)."""
-    generator = torch.Generator().manual_seed(channels)
-    dim, emb, mlp = 16, 12, 8
-
-    def rand(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) / max(1, int(np.prod(shape[1:]))) ** 0.5
-
-    c = "lllite_conditioning1."
-    out = {
-        c + "conv1.weight": rand(dim // 2, channels, 4, 4), c + "conv1.bias": rand(dim // 2),
-        c + "conv2.weight": rand(dim // 2, dim // 2, 3, 3), c + "conv2.bias": rand(dim // 2),
-        c + "conv3.weight": rand(dim, dim // 2, 4, 4), c + "conv3.bias": rand(dim),
-        c + "proj.weight": rand(emb, dim, 1, 1), c + "proj.bias": rand(emb),
-        c + "out_norm.weight": torch.ones(emb), c + "out_norm.bias": torch.zeros(emb),
-    }  # fmt: skip
-    for norm, width in (("norm1", dim // 2), ("norm2", dim // 2), ("norm3", dim)):
-        out |= {f"{c}{norm}.weight": torch.ones(width), f"{c}{norm}.bias": torch.zeros(width)}
-    for block in range(3):
-        for target in ("self_attn_q_proj", "self_attn_v_proj", "cross_attn_q_proj", "mlp_layer1"):
-            name = f"lllite_dit_blocks_{block}_{target}."
-            out |= {
-                name + "down.weight": rand(mlp, 96), name + "down.bias": rand(mlp),
-                name + "mid.weight": rand(mlp, mlp + emb), name + "mid.bias": rand(mlp),
-                name + "cond_to_film.weight": rand(2 * mlp, emb), name + "cond_to_film.bias": rand(2 * mlp),
-                name + "up.weight": rand(96, mlp), name + "up.bias": rand(96), name + "depth_embed": rand(emb),
-            }  # fmt: skip
-    return out
-
-
 class NativeClipLoader:
     """V1 node: the text encoder as ComfyUI itself builds it, on tiny dimensions."""
 
@@ -114,7 +84,7 @@ def prepared(host: Host) -> Host:
     save_file(lora(names, ".lora_A.weight", ".lora_B.weight", 2), models / "loras" / "comfy_names.safetensors")
     (models / "model_patches").mkdir(exist_ok=True)
     for channels in (3, 4):
-        save_file(lllite(channels), models / "model_patches" / f"lllite{channels}.safetensors")
+        save_file(tiny.lllite(channels), models / "model_patches" / f"lllite{channels}.safetensors")
     picture = np.full((48, 64, 4), 255, np.uint8)
     picture[10:30, 20:50] = (220, 30, 30, 0)
     Image.fromarray(picture).save(host.root / "input" / "picture.png")
