@@ -34,6 +34,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for add in (
         _add_generate,
+        _add_batch,
+        _add_grid,
         _add_download,
         _add_inspect,
         _add_verify,
@@ -84,6 +86,64 @@ def _generate(args: argparse.Namespace) -> None:
 
     for path in generate_files(args):
         print(path)
+
+
+def _add_batch(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("batch", help="make the pictures of a job file; a second run makes what is missing")
+    command.add_argument("jobs", type=Path, help=".jsonl, .csv, .yaml (with a matrix) or .parquet")
+    command.add_argument("--out", type=Path, required=True, help="folder of the pictures and the manifest")
+    _add_model_files(command)
+    command.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
+    command.add_argument("--device", default="cpu", help="cpu, cuda, mps, ...")
+    command.add_argument("--ray", metavar="ADDRESS", help="run on a Ray cluster: its address, auto, or local")
+    command.add_argument("--workers", type=int, default=1, help="actors on the cluster, each with its own model")
+    command.set_defaults(run=_batch)
+
+
+def _batch(args: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from .batch.jobs import read_jobs
+    from .batch.run import FAILURES, run_batch
+    from .batch.worker import Models
+
+    jobs = read_jobs(args.jobs)
+    models = Models(args.dit, args.text_encoder, args.vae, args.adapter, args.dtype, args.device)
+    failed = 0
+    with tqdm(total=len(jobs), unit="picture", desc="made") as bar:
+
+        def on_row(row: dict[str, object]) -> None:
+            nonlocal failed
+            failed += "error" in row
+            bar.set_postfix(failures=failed, per_minute=f"{60 * (bar.format_dict['rate'] or 0):.1f}")
+            bar.update()
+
+        summary = run_batch(jobs, models, args.out, ray_address=args.ray, workers=args.workers, on_row=on_row)
+    print(f"{summary.made} made, {summary.there_already} were there already, {len(summary.failures)} failed")
+    for row in summary.failures[:10]:
+        print(f"{row['id']}: {str(row['error']).splitlines()[0]}", file=sys.stderr)
+    if summary.failures:
+        print(f"all failures: {args.out / FAILURES}", file=sys.stderr)
+    return 1 if summary.failures else 0
+
+
+def _add_grid(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("grid", help="lay a batch out as a contact sheet (.png) or a gallery (.html)")
+    command.add_argument("folder", type=Path, help="the batch's folder")
+    command.add_argument("--out", type=Path, required=True, help="a .png or .html file")
+    command.add_argument("--columns", type=int, default=8, help="of the contact sheet")
+    command.add_argument("--side", type=int, default=256, help="of a picture, in pixels")
+    command.set_defaults(run=_grid)
+
+
+def _grid(args: argparse.Namespace) -> None:
+    from .batch.grid import contact_sheet, gallery
+
+    if args.out.suffix.lower() in (".html", ".htm"):
+        gallery(args.folder, args.out, args.side)
+    else:
+        contact_sheet(args.folder, args.out, args.columns, args.side)
+    print(args.out)
 
 
 def _add_download(commands: argparse._SubParsersAction) -> None:

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import comfy.conds
+import comfy.hooks
 import comfy.model_base
 import comfy.patcher_extension
 import comfy.supported_models_base
@@ -108,9 +109,9 @@ class AnimaModel(comfy.model_base.BaseModel):
             return out
         device = kwargs["device"]
         context, ids, weights = batched_prompt(context, ids, kwargs.get("t5xxl_weights"))
-        if torch.is_inference_mode_enabled():
+        if torch.is_inference_mode_enabled() and not change_the_adapter(kwargs.get("hooks")):
             context = self.run_adapter(context, ids, weights, device)
-        else:  # training: the adapter must run inside the forward pass to receive gradients
+        else:  # the adapter must run inside the forward pass, for gradients, or with the LoRA hooks of the step
             out["t5xxl_ids"] = comfy.conds.CONDRegular(ids)
             if weights is not None:
                 out["t5xxl_weights"] = comfy.conds.CONDRegular(weights)
@@ -144,6 +145,12 @@ class AnimaModel(comfy.model_base.BaseModel):
         if message not in self._warned:
             self._warned.add(message)
             _log.warning("Anima got %s", message)
+
+
+def change_the_adapter(hooks: Any) -> bool:
+    """Whether a conditioning's LoRA hooks change the adapter's weights while sampling."""
+    weight_hooks = [] if hooks is None else hooks.get_type(comfy.hooks.EnumHookType.Weight)
+    return any("llm_adapter" in key for hook in weight_hooks for key in hook.weights or ())
 
 
 def batched_prompt(context: Tensor, ids: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -307,6 +307,17 @@ def run_tests(args: argparse.Namespace) -> None:
         sys.exit(f"Failed: {', '.join(failed)}")
 
 
+def conformance(args: argparse.Namespace) -> None:
+    """Run the conformance suite, print its table and write it to docs/compatibility.md."""
+    comfyui = find_comfyui(args.comfyui)
+    ensure_environment(find_comfyui(), "[test,hub]")
+    environment = {**os.environ, "COMFYUI_PATH": str(comfyui), "OMP_NUM_THREADS": "1"}
+    if args.comfyui is None:
+        environment["COMPATIBILITY_TABLE"] = str(REPO / "docs" / "compatibility.md")
+    command = [str(python_of_venv()), "-m", "pytest", str(REPO / "tests" / "comfy" / "conformance"), "-q", "-s"]
+    sys.exit(subprocess.run(command, cwd=REPO, env=environment).returncode)
+
+
 def main() -> None:
     if sys.version_info < (3, 11):
         sys.exit(f"Python 3.11 or later is needed; this is {platform.python_version()}.")
@@ -322,6 +333,11 @@ def main() -> None:
     test.add_argument("--comfyui", choices=list(SETTINGS["comfyui-sources"]), help="test against this pinned version")
     test.add_argument("--pytest", nargs=argparse.REMAINDER, default=[], help="arguments for pytest")
     test.set_defaults(run=run_tests)
+    table = commands.add_parser("conformance", help="built-in nodes on native Anima and on ours, as a table")
+    table.add_argument(
+        "--comfyui", choices=list(SETTINGS["comfyui-sources"]), help="this pinned version, table only printed"
+    )
+    table.set_defaults(run=conformance)
     args = parser.parse_args()
     args.run(args)
 

@@ -82,5 +82,6 @@ class NativeLoader:
         dtypes = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "bf16": torch.bfloat16,
                   "fp16": torch.float16, "fp32": torch.float32}  # fmt: skip
         sd = comfy.utils.load_torch_file(folder_paths.get_full_path("diffusion_models", unet_name))
-        sd = {name.removeprefix("net."): tensor for name, tensor in sd.items()}
+        prefixes = ("model.diffusion_model.", "net.")
+        sd = {name.removeprefix(next((p for p in prefixes if name.startswith(p)), "")): t for name, t in sd.items()}
         return (load(sd, self.config, dtypes.get(weight_dtype)),)

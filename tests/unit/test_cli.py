@@ -30,7 +30,7 @@ from anima.download import FILES, fetch, look_up
 from anima.errors import AnimaError
 from anima.inspection import inspect_file
 
-COMMANDS = ["generate", "download", "inspect", "verify", "convert", "quantize", "lora", "demo-model"]
+COMMANDS = ["generate", "batch", "grid", "download", "inspect", "verify", "convert", "quantize", "lora", "demo-model"]
 
 
 @pytest.fixture(scope="module")

@@ -93,12 +93,13 @@ def prepared(host: Host) -> Host:
 
 def test_conformance(prepared: Host) -> None:
     """Runs all cases and writes the table; COMPATIBILITY_TABLE names a file to write it to."""
-    results = [runner.run_case(prepared, case) for case in runner.load_cases(prepared)]
+    only = os.environ.get("CONFORMANCE_CASES", "")
+    results = [runner.run_case(prepared, case) for case in runner.load_cases(prepared) if only in case.name]
     text = runner.table(results)
     target = Path(os.environ.get("COMPATIBILITY_TABLE", REPO / ".local" / "compatibility.md"))
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text)
     print(text)
-    assert len(results) >= 150
+    assert only or len(results) >= 150
     wrong = [f"{r.case}: {r.detail}" for r in results if r.verdict == "wrong"]
     assert not wrong, "\n".join(wrong)

@@ -1,0 +1,133 @@
+"""Driving a batch: what is missing is made, each picture is written down once, failures do not stop the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import MissingPackageError
+from .jobs import JobList, job_id, numbered
+from .worker import Models, RayWorker, Worker
+
+MANIFEST, FAILURES = "manifest.jsonl", "failures.jsonl"
+Row = dict[str, Any]
+
+
+@dataclass
+class Summary:
+    """How a run ended."""
+
+    made: int = 0
+    there_already: int = 0
+    failures: list[Row] = field(default_factory=list)
+
+
+class Manifest:
+    """One JSON line for each picture that is complete on disk.
+
+    A picture is renamed into place before its line is written and synced, so after any death the line says the truth, and
+    a picture without a line is made again, with the same bits.
+    """
+
+    def __init__(self, folder: Path):
+        self.path = folder / MANIFEST
+        folder.mkdir(parents=True, exist_ok=True)
+        self.done = {row["id"] for row in self._whole_rows()}
+
+    def _whole_rows(self) -> Iterator[Row]:
+        """Rows of an earlier run; a line cut by its death is taken away."""
+        if not self.path.exists():
+            return
+        raw = self.path.read_bytes()
+        whole = raw[: raw.rfind(b"\n") + 1]
+        if len(whole) < len(raw):
+            with self.path.open("r+b") as file:
+                file.truncate(len(whole))
+        for line in whole.splitlines():
+            yield json.loads(line)
+
+    def add(self, row: Row) -> None:
+        """Write a row down, unless its picture has one."""
+        if row["id"] in self.done:
+            return
+        append(self.path, row)
+        self.done.add(row["id"])
+
+
+def append(path: Path, row: Row) -> None:
+    """Add a JSON line and wait until it is on disk."""
+    with path.open("ab") as file:
+        file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def run_batch(
+    jobs: JobList, models: Models, out: Path, *, ray_address: str | None = None, workers: int = 1,
+    on_row: Callable[[Row], None] | None = None,
+) -> Summary:  # fmt: skip
+    """Make what is missing.
+
+    Args:
+        out: Folder of the pictures, the manifest and the list of failures.
+        ray_address: Address of a Ray cluster, or `auto`, or `local` for one on this machine; None runs here.
+        workers: Actors on the cluster, each with its own copy of the model.
+        on_row: Called with each row of the manifest or of the failures as it comes.
+    """
+    manifest = Manifest(out)
+    (out / FAILURES).unlink(missing_ok=True)
+    summary = Summary()
+    rows = (
+        _here(jobs, models, out, manifest)
+        if ray_address is None
+        else _on_ray(jobs, models, out, manifest, ray_address, workers)
+    )
+    summary.there_already = len(manifest.done)
+    for row in rows:
+        if "error" in row:
+            append(out / FAILURES, row)
+            summary.failures.append(row)
+        else:
+            manifest.add(row)
+            summary.made += 1
+        if on_row is not None:
+            on_row(row)
+    return summary
+
+
+def _here(jobs: JobList, models: Models, out: Path, manifest: Manifest) -> Iterator[Row]:
+    worker = Worker(models, out)
+    for _, job in numbered(jobs):
+        if job_id(job) in manifest.done:
+            continue
+        try:
+            yield worker.make(job)
+        except Exception as error:  # one job's failure must not end the others
+            yield {"id": job_id(job), "error": str(error), "job": job}
+
+
+def _on_ray(jobs: JobList, models: Models, out: Path, manifest: Manifest, address: str, workers: int) -> Iterable[Row]:
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingPackageError("ray[data]", "Running a batch on a cluster") from error
+    if not ray.is_initialized():
+        ray.init(address=None if address == "local" else address, log_to_driver=False)
+    missing = [index for index, job in numbered(jobs) if job_id(job) not in manifest.done]
+    if not missing:
+        return
+    gpus = 1 if models.device.startswith("cuda") else 0
+    rows = (
+        ray.data.from_items([{"index": index} for index in missing], override_num_blocks=min(len(missing), workers * 16))
+        .map_batches(
+            RayWorker, fn_constructor_args=(models, str(out.resolve()), jobs), batch_size=1, concurrency=workers,
+            num_gpus=gpus, num_cpus=1,
+        )
+        .iter_rows()
+    )  # fmt: skip
+    for row in rows:
+        yield json.loads(row["row"])

@@ -1,0 +1,174 @@
+"""Batches: lazy job lists, resumption after any death, failures that stop nothing, galleries, Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import tiny
+from host import REPO
+from PIL import Image
+
+from anima.batch.grid import contact_sheet, gallery
+from anima.batch.jobs import JobList, job_id, read_jobs
+from anima.batch.run import FAILURES, MANIFEST, Manifest, run_batch
+from anima.batch.worker import Models
+from anima.cli import main
+from anima.errors import InputError
+
+SMALL = {"width": 32, "height": 32, "steps": 1, "cfg": 1.0}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folder = tmp_path_factory.mktemp("models")
+    tiny.write_models(folder)
+    return Models(*(str(folder / part / "tiny.safetensors") for part in ("diffusion_models", "text_encoders", "vae")))
+
+
+def arguments(models: Models) -> list[str]:
+    return ["--dit", models.dit, "--text-encoder", models.text_encoder, "--vae", models.vae]
+
+
+def jobs(count: int) -> JobList:
+    return JobList([SMALL | {"prompt": "circle {color}"}], {"color": ["red", "blue"], "seed": range(count // 2)})
+
+
+def content(folder: Path) -> dict[str, str]:
+    """File -> sha256, from the manifest; every line is one picture that is there."""
+    rows = [json.loads(line) for line in (folder / MANIFEST).read_text().splitlines()]
+    assert len({row["id"] for row in rows}) == len(rows)
+    assert {row["file"] for row in rows} == {path.name for path in folder.glob("*.png")}
+    return {row["file"]: row["sha256"] for row in rows}
+
+
+def test_job_files_of_every_kind(tmp_path: Path) -> None:
+    expected = [{"prompt": "a", "seed": 1, "cfg": 2.5}, {"prompt": "b, c", "seed": 2}]
+    (tmp_path / "j.jsonl").write_text("\n".join(map(json.dumps, expected)) + "\n\n")
+    (tmp_path / "j.csv").write_text('prompt,seed,cfg\na,1,2.5\n"b, c",2,\n')
+    (tmp_path / "j.yaml").write_text("- {prompt: a, seed: 1, cfg: 2.5}\n- {prompt: 'b, c', seed: 2}\n")
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    parquet.write_table(arrow.Table.from_pylist(expected), tmp_path / "j.parquet")
+    for kind in ("jsonl", "csv", "yaml", "parquet"):
+        assert list(read_jobs(tmp_path / f"j.{kind}")) == expected, kind
+
+
+def test_a_matrix_is_every_combination(tmp_path: Path) -> None:
+    (tmp_path / "artists.txt").write_text("wlop\n\nsakimichan\n")
+    (tmp_path / "m.yaml").write_text(
+        "prompt: '@{artist}, {subject}'\nloras: ['ink.safetensors:{strength}']\nsteps: 8\n"
+        "matrix: {artist: artists.txt, subject: [cat, dog], seed: 3-5, strength: [0.5, 1]}\n"
+    )
+    found = read_jobs(tmp_path / "m.yaml")
+    assert len(found) == 2 * 2 * 3 * 2
+    assert found[0] == {"prompt": "@wlop, cat", "loras": ["ink.safetensors:0.5"], "steps": 8, "seed": 3}
+    assert found[-1 + len(found)]["prompt"] == "@sakimichan, dog" and len({job_id(job) for job in found}) == len(found)
+
+
+@pytest.mark.parametrize("name,text", [
+    ("x.jsonl", "{"), ("x.jsonl", '{"seed": 1}'), ("x.jsonl", '{"prompt": "a", "colour": "red"}'), ("x.csv", "prompt,seed\na,one\n"),
+    ("x.yaml", "matrix: [1]"), ("x.yaml", "a: [:"), ("x.txt", "a"),
+])  # fmt: skip
+def test_wrong_job_files_are_named(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError):
+        list(read_jobs(tmp_path / name))
+
+
+def test_a_hundred_thousand_jobs_take_little_memory() -> None:
+    many = JobList([{"prompt": "{artist} {subject}"}], {"artist": range(1000), "subject": range(10), "seed": range(10)})
+    tracemalloc.start()
+    assert len(many) == 100_000 and len({job_id(many[i]) for i in range(0, len(many), 7)}) == -(-100_000 // 7)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 30_000_000
+
+
+def test_a_second_run_makes_what_is_missing(models: Models, tmp_path: Path) -> None:
+    first = run_batch(jobs(6), models, tmp_path)
+    before = content(tmp_path)
+    assert first.made == 6 and len(before) == 6
+    again = run_batch(jobs(6), models, tmp_path)
+    assert (again.made, again.there_already) == (0, 6)
+    more = run_batch(jobs(8), models, tmp_path)
+    assert (more.made, more.there_already) == (2, 6) and before.items() <= content(tmp_path).items()
+    graph = json.loads(Image.open(next(tmp_path.glob("*.png"))).info["prompt"])
+    assert any(node["class_type"] == "KSampler" for node in graph.values())
+
+
+def test_failures_stop_nothing_and_are_listed(
+    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [SMALL | {"prompt": "a"}, SMALL | {"prompt": "b", "width": 33}, SMALL | {"prompt": "c", "loras": ["absent.safetensors"]},
+             SMALL | {"prompt": "d"}]  # fmt: skip
+    (tmp_path / "j.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    out = tmp_path / "out"
+    assert main(["batch", str(tmp_path / "j.jsonl"), "--out", str(out), *arguments(models)]) == 1
+    said = capsys.readouterr()
+    assert "2 made, 0 were there already, 2 failed" in said.out and "cannot be made" in said.err
+    failures = [json.loads(line) for line in (out / FAILURES).read_text().splitlines()]
+    assert {row["job"]["prompt"] for row in failures} == {"b", "c"} and len(content(out)) == 2
+
+
+def test_a_cut_line_is_taken_away(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_bytes(b'{"id": "a", "file": "a.png"}\n{"id": "b", "fi')
+    manifest = Manifest(tmp_path)
+    manifest.add({"id": "a"})
+    manifest.add({"id": "b", "file": "b.png"})
+    assert [json.loads(line)["id"] for line in (tmp_path / MANIFEST).read_text().splitlines()] == ["a", "b"]
+
+
+def test_killed_runs_lose_and_double_nothing(models: Models, tmp_path: Path) -> None:
+    """Ten kills at random moments of the driver; then the files are those of an undisturbed run."""
+    file, out = tmp_path / "j.yaml", tmp_path / "out"
+    file.write_text(f"prompt: circle\nwidth: 32\nheight: 32\nsteps: 1\ncfg: 1\nmatrix: {{seed: 0-{KILLS * 6}}}\n")
+    undisturbed = tmp_path / "undisturbed"
+    run_batch(read_jobs(file), models, undisturbed)
+    command = [sys.executable, "-m", "anima", "batch", str(file), "--out", str(out), *arguments(models)]
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    rng = random.Random(1)
+    for _ in range(KILLS):
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path
+        )
+        deadline = time.monotonic() + 60
+        before = len(list(out.glob("*.png"))) if out.exists() else 0
+        while time.monotonic() < deadline and process.poll() is None:
+            if out.exists() and len(list(out.glob("*.png"))) > before + rng.randint(0, 3):
+                break
+            time.sleep(rng.random() * 0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    subprocess.run(command, check=True, env=environment, capture_output=True, cwd=tmp_path)
+    assert content(out) == content(undisturbed) and not list(out.glob("*.partial"))
+
+
+KILLS = 10
+
+
+def test_contact_sheet_and_gallery(models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_batch(jobs(6), models, tmp_path)
+    contact_sheet(tmp_path, tmp_path / "sheet.png", 4, 64)
+    assert Image.open(tmp_path / "sheet.png").size == (256, 2 * 98)
+    gallery(tmp_path, tmp_path / "gallery.html", 64)
+    page = (tmp_path / "gallery.html").read_text()
+    assert page.count("<figure ") == 6 and page.count("data:image/png;base64,") == 6 and "http" not in page
+    assert main(["grid", str(tmp_path / "nowhere"), "--out", str(tmp_path / "x.html")]) == 1
+    assert "no batch in this folder" in capsys.readouterr().err
+
+
+def test_ray_makes_the_same_pictures(models: Models, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    run_batch(jobs(6), models, tmp_path / "here")
+    summary = run_batch(jobs(6), models, tmp_path / "ray", ray_address="local", workers=2)
+    assert summary.made == 6 and content(tmp_path / "ray") == content(tmp_path / "here")
+    again = run_batch(jobs(8), models, tmp_path / "ray", ray_address="local", workers=2)
+    assert (again.made, again.there_already) == (2, 6)
