@@ -217,9 +217,17 @@ def magnitude(out: dict[str, Any]) -> float:
 
 
 def table(results: list[Result]) -> str:
-    """Markdown of all results, with a summary."""
+    """Markdown of all results, with a heading and a summary."""
+    import comfyui_version
+
     counts = {v: sum(r.verdict == v for r in results) for v in VERDICTS}
     lines = [
+        "# Built-in nodes on Anima: native and ours", "",
+        f"Each case is a graph run in ComfyUI {comfyui_version.__version__} on the same weights: all native, all ours, our "
+        "conditioning into the native model, native conditioning into ours. *equal* means equal bits in all of them. Made by "
+        "`python tools/run.py conformance` from the cases in `tests/comfy/conformance/cases`. The official Anima templates "
+        "run on our loaders too (`tests/browser/test_official_templates.py`); saved models, previews and attention overrides "
+        "are compared in `tests/comfy/test_interoperability.py`, start flags in `tests/comfy/test_start_flags.py`.", "",
         f"{len(results)} cases: {counts['equal']} equal, {counts['bound']} equal within a bound, {counts['right']} right where "
         f"native is not, {counts['fails']} that ComfyUI cannot do with native either, {counts['absent']} absent in this host, {counts['wrong']} wrong.",
         "", "| case | verdict | remark |", "| --- | --- | --- |",
