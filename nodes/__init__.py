@@ -5,6 +5,7 @@ from comfy_api.latest import ComfyExtension, io
 from .loaders import AnimaLoader, AnimaTextEncoderLoader, AnimaUNetLoader, AnimaVAELoader
 from .lora import AnimaLoraAdvanced, AnimaLoraLoader, AnimaLoraStack
 from .merge import AnimaModelMerge
+from .presets import AnimaPreset
 from .sampling import AnimaEmptyLatent, AnimaModelSampling
 from .text import Qwen3AdapterTextEncode
 from .vae import WanVAEDecode, WanVAEEncode
@@ -25,6 +26,7 @@ class AnimaExtension(ComfyExtension):
             AnimaModelMerge,
             Qwen3AdapterTextEncode,
             AnimaModelSampling,
+            AnimaPreset,
             AnimaEmptyLatent,
             WanVAEDecode,
             WanVAEEncode,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import comfy.lora
@@ -21,6 +22,8 @@ from .loaders import fingerprint, model_file
 CATEGORY = "Anima/loaders"
 DIT_ROOT = "diffusion_model."
 TEXT_ROOT = "qwen3_06b.transformer.model."
+LORAS_ATTACHMENT = "anima_loras"
+"""Attachment of a MODEL: the names of the LoRA files on it."""
 
 _log = logging.getLogger("anima")
 
@@ -213,6 +216,8 @@ def apply_lora(
     text = _weights(clip.cond_stage_model.state_dict(), TEXT_ROOT) if clip is not None else {}
     applied, problems = sort_for(lora, dit, text, remap)
     model, clip = model.clone(), clip.clone() if clip is not None else None
+    names = (*(model.get_attachment(LORAS_ATTACHMENT) or ()), Path(path).name)
+    model.set_attachments(LORAS_ATTACHMENT, names)
     by_strength: dict[float, dict[str, Module]] = {}
     for module, tensors in applied.dit.items():
         by_strength.setdefault(strength_model * (parts.of(module) if parts else 1.0), {})[module] = tensors

@@ -578,3 +578,27 @@ def test_trace_logs_every_stage_and_step(
     host.executor.reset()
     untraced = anima_model(host).diffusion_model
     assert not any(module._forward_hooks for module in untraced.modules()), "off, it must cost nothing"
+
+
+# Presets
+
+
+def test_preset_connects_to_ksampler_and_tells_the_variant(host: Host) -> None:
+    tensors = {"lora_unet_blocks_0_mlp_layer1.lora_up.weight": torch.zeros(384, 2),
+               "lora_unet_blocks_0_mlp_layer1.lora_down.weight": torch.zeros(2, 96)}  # fmt: skip
+    turbo = write_lora(host, "anima-turbo-lora", tensors)
+
+    def run(model: str, variant: str = "auto") -> dict[str, Any]:
+        preset = {"pr": {"class_type": "AnimaPreset", "inputs": {"model": [model, 0], "variant": variant}}}
+        names = ("steps", "cfg", "sampler_name", "scheduler")
+        settings = {name: ["pr", index] for index, name in enumerate(names)}
+        negative: Graph = {"neg": prompt("")}
+        negative["neg"]["inputs"]["text"] = ["pr", 5]
+        graph = (
+            loaders() | with_lora(turbo) | preset | {"p": prompt("red")} | sampler("p", model=[model, 0], **settings)
+        )
+        return host.run(graph | negative | {"ov": capture("pr", 6, "variant"), "oc": capture("pr", 1, "cfg")})
+
+    assert run("a")["variant"] == "base" and run("a")["cfg"] == 4.0
+    assert run("lo")["variant"] == "turbo" and run("lo")["cfg"] == 1.0
+    assert run("lo", "aesthetic")["variant"] == "aesthetic" and run("a")["latent"]["samples"].isfinite().all()
