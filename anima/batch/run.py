@@ -15,6 +15,7 @@ from .worker import Models, RayWorker, Worker
 
 MANIFEST, FAILURES = "manifest.jsonl", "failures.jsonl"
 Row = dict[str, Any]
+_LOCAL: dict[str, Any] = {"include_dashboard": False}
 
 
 @dataclass
@@ -115,11 +116,14 @@ def _on_ray(jobs: JobList, models: Models, out: Path, manifest: Manifest, addres
         import ray
     except ImportError as error:
         raise MissingPackageError("ray[data]", "Running a batch on a cluster") from error
-    if not ray.is_initialized():
-        ray.init(address=None if address == "local" else address, log_to_driver=False)
     missing = [index for index, job in numbered(jobs) if job_id(job) not in manifest.done]
     if not missing:
         return
+    ours = not ray.is_initialized()
+    if ours:
+        ray.init(
+            address=None if address == "local" else address, log_to_driver=False, **_LOCAL if address == "local" else {}
+        )
     gpus = 1 if models.device.startswith("cuda") else 0
     rows = (
         ray.data.from_items([{"index": index} for index in missing], override_num_blocks=min(len(missing), workers * 16))
@@ -129,5 +133,9 @@ def _on_ray(jobs: JobList, models: Models, out: Path, manifest: Manifest, addres
         )
         .iter_rows()
     )  # fmt: skip
-    for row in rows:
-        yield json.loads(row["row"])
+    try:
+        for row in rows:
+            yield json.loads(row["row"])
+    finally:
+        if ours:
+            ray.shutdown()
