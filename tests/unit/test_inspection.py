@@ -33,11 +33,12 @@ def fp8(scaled: bool) -> dict[str, Tensor]:
 
 
 def nf4() -> dict[str, Tensor]:
-    name = "net.blocks.1.mlp.layer1.weight"
+    name = "net.blocks.0.mlp.layer1.weight"
     tensors = tiny.prefixed(tiny.dit(), "net.")
     packed = torch.zeros(tensors[name].numel() // 2, 1, dtype=torch.uint8)
+    state = json.dumps({"quant_type": "nf4", "shape": list(tensors[name].shape)})
     extras = {f"{name}.absmax": torch.zeros(9), f"{name}.quant_map": torch.zeros(16),
-              f"{name}.quant_state.bitsandbytes__nf4": torch.zeros(8, dtype=torch.uint8)}  # fmt: skip
+              f"{name}.quant_state.bitsandbytes__nf4": torch.tensor(list(state.encode()), dtype=torch.uint8)}  # fmt: skip
     return {**tensors, name: packed, **extras}
 
 
