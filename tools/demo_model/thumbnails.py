@@ -16,11 +16,11 @@ from anima.pipeline import Pipeline, Request
 
 REPO = Path(__file__).resolve().parents[2]
 PROMPTS = {
-    "anima_text_to_image": "red circle, white background",
-    "anima_image_to_image": "blue circle, yellow background",
-    "anima_inpaint": "green circle, white background",
-    "anima_lora": "purple circle, orange background",
-    "anima_hires_fix": "yellow circle, black background",
+    "anima_text_to_image": "orange square, green background",
+    "anima_image_to_image": "red circle, black background",
+    "anima_inpaint": "purple square, orange background",
+    "anima_lora": "green circle, yellow background",
+    "anima_hires_fix": "orange square, black background",
 }
 
 
