@@ -507,6 +507,7 @@ def test_lora_on_adapter_and_text_encoder_is_reported(host: Host) -> None:
 LORA_ERRORS = {
     "sdxl": ({"lora_unet_down_blocks_0_attentions_0.lora_down.weight": torch.zeros(4, 4)}, "SDXL"),
     "flux": ({"diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight": torch.zeros(4, 4)}, "a Flux LoRA"),
+    "wan": ({"diffusion_model.blocks.0.ffn.0.lora_A.weight": torch.zeros(4, 4)}, "a Wan video LoRA"),
     "nan": ({"lora_unet_blocks_0_mlp_layer1.lora_up.weight": torch.full((384, 4), float("nan")),
              "lora_unet_blocks_0_mlp_layer1.lora_down.weight": torch.zeros(4, 96)}, "not numbers"),
     "shape": ({"lora_unet_blocks_0_mlp_layer1.lora_up.weight": torch.zeros(64, 4),
