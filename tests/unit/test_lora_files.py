@@ -31,8 +31,9 @@ def lora_tensors() -> dict[str, Tensor]:
         out[key + ".lora_up.weight"] = torch.randn(rows, 4, generator=generator) / 4
         out[key + ".lora_down.weight"] = torch.randn(4, columns, generator=generator) / 4
         out[key + ".alpha"] = torch.tensor(2.0)
-    out["lora_te_layers_1_mlp_up_proj.lora_up.weight"] = torch.randn(96, 4) / 4
-    out["lora_te_layers_1_mlp_up_proj.lora_down.weight"] = torch.randn(4, 64) / 4
+    generator = torch.Generator().manual_seed(9)
+    out["lora_te_layers_1_mlp_up_proj.lora_up.weight"] = torch.randn(96, 4, generator=generator)
+    out["lora_te_layers_1_mlp_up_proj.lora_down.weight"] = torch.randn(4, 64, generator=generator)
     return out
 
 
