@@ -9,28 +9,28 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .checkpoint.codecs import unpack_gguf, unpack_nf4, unpack_scaled
 from .checkpoint.dit import plan_dit
-from .checkpoint.writer import Planned, write_safetensors
+from .checkpoint.writer import Planned, whole_or_absent, write_safetensors
 from .convert import planned_tensors
-from .errors import AnimaError, InputError, MissingPackageError
+from .errors import InputError, MissingPackageError
 
 FORMATS = ("fp8", "fp8_scaled", "int8", "nf4", "gguf:Q8_0", "gguf:Q5_1", "gguf:Q5_0", "gguf:Q4_1", "gguf:Q4_0")
 """The `gguf` package packs these types; it unpacks the K-quants but cannot make them."""
 QUANTISED = re.compile(r"^blocks\.\d+\.(self_attn|cross_attn|mlp)\.\w+\.weight$")
-NF4_BLOCK = 64
+NF4_BLOCK, GGUF_BLOCK = 64, 32
 NF4_TABLE = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -99,11 +99,8 @@ def quantize_dit(
 
     def chosen(name: str) -> bool:
         shape = tensors[name].shape
-        fits = (
-            len(shape) == 2 and shape[-1] % 32 == 0
-            if is_gguf
-            else len(shape) == 2 and math.prod(shape) % NF4_BLOCK == 0
-        )
+        rest = shape[-1] % GGUF_BLOCK if is_gguf else math.prod(shape) % NF4_BLOCK
+        fits = len(shape) == 2 and rest == 0
         return bool(QUANTISED.match(name)) and fits and not any(fnmatch.fnmatch(name, pattern) for pattern in keep)
 
     report.kept = sum(not chosen(name) for name in tensors)
@@ -180,6 +177,12 @@ def _error(report: QuantiseReport, name: str, weight: Tensor, packed: Packed) ->
     report.errors[name] = float((weight.float() - packed.unpacked).norm() / weight.float().norm().clamp_min(1e-12))
 
 
+@lru_cache(maxsize=32)
+def _stored_as(format: str, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """dtype and shape of what `pack` stores for a matrix, by suffix; worked out once for the blocks' few shapes."""
+    return {suffix: (t.dtype, tuple(t.shape)) for suffix, t in pack(format, torch.zeros(shape)).stored.items()}
+
+
 def _write_safetensors(
     target: Path, tensors: dict[str, Planned], format: str, chosen: Callable[[str], bool], report: QuantiseReport,
     force: bool, on_bytes: Callable[[int], None] | None,
@@ -202,11 +205,10 @@ def _write_safetensors(
         if not chosen(name):
             out[name] = planned
             continue
-        shapes = pack(format, torch.zeros(planned.shape)).stored
-        for suffix, like in shapes.items():
+        stored = _stored_as(format, planned.shape)
+        for suffix, (dtype, shape) in stored.items():
             key = name.removesuffix("weight") + suffix if suffix else name
-            last = suffix == list(shapes)[-1]
-            out[key] = Planned(like.dtype, tuple(like.shape), partial(read, name, suffix, last))
+            out[key] = Planned(dtype, shape, partial(read, name, suffix, suffix == list(stored)[-1]))
     write_safetensors(target, out, {"format": "pt"}, force=force, on_bytes=on_bytes)
 
 
@@ -215,23 +217,16 @@ def _write_gguf(
     force: bool, on_bytes: Callable[[int], None] | None,
 ) -> None:  # fmt: skip
     gguf = _gguf()
-    if target.exists() and not force:
-        raise AnimaError("The target exists.", file=target, fix="Choose another name, or pass --force to replace it.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial_file = target.with_name(f".{target.name}.{os.getpid()}.partial")
     types = gguf.GGMLQuantizationType
     kind = types[format.removeprefix("gguf:")]
     plain = {torch.float32: types.F32, torch.bfloat16: types.BF16, torch.float16: types.F16}
-    writer = gguf.GGUFWriter(partial_file, "cosmos")
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    try:
+    with whole_or_absent(target, force) as partial_file:
+        writer = gguf.GGUFWriter(partial_file, "cosmos")
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         for name, planned in tensors.items():
             stored = kind if chosen(name) else types.F32 if len(planned.shape) < 2 else plain[planned.dtype]
             shape = gguf.quant_shape_to_byte_shape(planned.shape, stored)
-            count = torch.Size(shape).numel()
-            writer.add_tensor_info(
-                name, shape, torch.zeros(0, dtype=torch.uint8).numpy().dtype, count, raw_dtype=stored
-            )
+            writer.add_tensor_info(name, shape, np.dtype(np.uint8), math.prod(shape), raw_dtype=stored)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -248,13 +243,6 @@ def _write_gguf(
             if on_bytes is not None:
                 on_bytes(data.nbytes)
         writer.close()
-        partial_file.replace(target)
-    except OSError as error:
-        raise AnimaError(
-            "The file could not be written.", file=target, found=str(error), fix="Free some space and try again."
-        ) from error
-    finally:
-        partial_file.unlink(missing_ok=True)
 
 
 def forward_error(source: str | PathLike[str], quantised: str | PathLike[str], dtype: torch.dtype) -> float:

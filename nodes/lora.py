@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..anima.lora.arithmetic import patched_weight
 from ..anima.lora.blocks import Strengths, parse_blocks, parse_remap
-from ..anima.lora.files import parse_lora_argument, read_lora, report, sort_for
+from ..anima.lora.files import module_weights, parse_lora_argument, read_lora, report, sort_for
 from ..anima.lora.mapping import Module
 from .loaders import fingerprint, model_file
 
@@ -212,8 +212,8 @@ def apply_lora(
         AnimaError: not an Anima LoRA, damaged, or nothing of it fits.
     """
     lora = read_lora(path)
-    dit = _weights(model.model.state_dict(), DIT_ROOT)
-    text = _weights(clip.cond_stage_model.state_dict(), TEXT_ROOT) if clip is not None else {}
+    dit = module_weights(model.model.state_dict(), DIT_ROOT)
+    text = module_weights(clip.cond_stage_model.state_dict(), TEXT_ROOT) if clip is not None else {}
     applied, problems = sort_for(lora, dit, text, remap)
     model, clip = model.clone(), clip.clone() if clip is not None else None
     names = (*(model.get_attachment(LORAS_ATTACHMENT) or ()), Path(path).name)
@@ -228,15 +228,6 @@ def apply_lora(
     said = report(lora, applied, problems)
     _log.info("Anima: %s", said)
     return model, clip, said
-
-
-def _weights(state_dict: dict[str, Tensor], root: str) -> dict[str, Tensor]:
-    """Module path below `root` -> its weight."""
-    return {
-        key[len(root) : -len(".weight")]: tensor
-        for key, tensor in state_dict.items()
-        if key.startswith(root) and key.endswith(".weight")
-    }
 
 
 def _patches(modules: Mapping[str, Module], root: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -159,9 +159,3 @@ def _axis(values: Any, folder: Path) -> Sequence[Any]:
     if span:
         return range(int(span[1]), int(span[2]) + 1)
     return [line.strip() for line in (folder / str(values)).read_text(encoding="utf-8").splitlines() if line.strip()]
-
-
-def numbered(jobs: JobList) -> Iterator[tuple[int, Job]]:
-    """Jobs with their numbers, lazily."""
-    for index in range(len(jobs)):
-        yield index, jobs[index]

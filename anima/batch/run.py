@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MissingPackageError
-from .jobs import JobList, job_id, numbered
+from .jobs import JobList, job_id
 from .worker import Models, RayWorker, Worker
 
 MANIFEST, FAILURES = "manifest.jsonl", "failures.jsonl"
@@ -102,13 +102,9 @@ def run_batch(
 
 def _here(jobs: JobList, models: Models, out: Path, manifest: Manifest) -> Iterator[Row]:
     worker = Worker(models, out)
-    for _, job in numbered(jobs):
-        if job_id(job) in manifest.done:
-            continue
-        try:
-            yield worker.make(job)
-        except Exception as error:  # one job's failure must not end the others
-            yield {"id": job_id(job), "error": str(error), "job": job}
+    for job in jobs:
+        if job_id(job) not in manifest.done:
+            yield worker.attempt(job)
 
 
 def _on_ray(jobs: JobList, models: Models, out: Path, manifest: Manifest, address: str, workers: int) -> Iterable[Row]:
@@ -116,7 +112,7 @@ def _on_ray(jobs: JobList, models: Models, out: Path, manifest: Manifest, addres
         import ray
     except ImportError as error:
         raise MissingPackageError("ray[data]", "Running a batch on a cluster") from error
-    missing = [index for index, job in numbered(jobs) if job_id(job) not in manifest.done]
+    missing = [index for index, job in enumerate(jobs) if job_id(job) not in manifest.done]
     if not missing:
         return
     ours = not ray.is_initialized()

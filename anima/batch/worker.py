@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -81,6 +82,13 @@ class Worker:
             "job": job,
         }
 
+    def attempt(self, job: Job) -> dict[str, Any]:
+        """`make`, or a row with the error: one job's failure must not end the others."""
+        try:
+            return self.make(job)
+        except Exception as error:
+            return {"id": job_id(job), "error": str(error), "job": job}
+
 
 class RayWorker:
     """`Worker` for Ray Data's `map_batches`: a batch of job numbers in, rows out. Torch uses one thread on the CPU."""
@@ -91,13 +99,5 @@ class RayWorker:
         self.worker, self.jobs = Worker(models, Path(out)), jobs
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
-        import json
-
-        rows = []
-        for index in batch["index"].tolist():
-            job = self.jobs[index]
-            try:
-                rows.append(json.dumps(self.worker.make(job), ensure_ascii=False))
-            except Exception as error:  # one job's failure must not end the others
-                rows.append(json.dumps({"id": job_id(job), "error": str(error), "job": job}, ensure_ascii=False))
-        return {"row": rows}
+        rows = (self.worker.attempt(self.jobs[index]) for index in batch["index"].tolist())
+        return {"row": [json.dumps(row, ensure_ascii=False) for row in rows]}

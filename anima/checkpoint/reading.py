@@ -40,7 +40,9 @@ def read_tensors(source: Source, load: Load = load_safetensors) -> dict[str, Ten
     """
     header = source.header
     if header.is_gguf:
-        return {new: _gguf_tensor(header, old) for old, new in source.rename.items()}
+        with header.path.open("rb") as opened:
+            view = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY))
+        return {new: _gguf_tensor(header, view, old) for old, new in source.rename.items()}
     tensors: dict[str, Tensor] = {}
     for file, names in tensor_files(header):
         wanted = [name for name in names if name in source.rename]
@@ -49,10 +51,8 @@ def read_tensors(source: Source, load: Load = load_safetensors) -> dict[str, Ten
     return _pack_nf4(tensors)
 
 
-def _gguf_tensor(header: Header, name: str) -> Tensor:
+def _gguf_tensor(header: Header, view: memoryview, name: str) -> Tensor:
     info = header.tensors[name]
-    with header.path.open("rb") as file:
-        view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     raw = torch.frombuffer(view, dtype=torch.uint8, count=info.end - info.begin, offset=header.data_start + info.begin)
     if info.dtype in PLAIN:
         return raw.view(PLAIN[info.dtype]).reshape(info.shape)

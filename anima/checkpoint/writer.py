@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -55,22 +56,31 @@ def write_safetensors(
     Raises:
         AnimaError: the target exists (without force), or writing failed (disk full, say); nothing is left behind.
     """
-    path = Path(path)
+    with whole_or_absent(Path(path), force) as partial, partial.open("wb") as file:
+        file.write(_header(tensors, metadata or {}))
+        for name, planned in tensors.items():
+            tensor = planned.read().to(planned.dtype).contiguous()
+            if tuple(tensor.shape) != planned.shape:
+                raise ValueError(f"'{name}' changed its shape while it was read")
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            if on_bytes is not None:
+                on_bytes(planned.nbytes)
+
+
+@contextmanager
+def whole_or_absent(path: Path, force: bool) -> Iterator[Path]:
+    """A temporary neighbour to write, which becomes `path` when the context ends well and its bytes are on disk.
+
+    Raises:
+        AnimaError: the target exists (without force), or writing failed; nothing is left behind.
+    """
     if path.exists() and not force:
         raise AnimaError("The target exists.", file=path, fix="Choose another name, or pass --force to replace it.")
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
-            file.write(_header(tensors, metadata or {}))
-            for name, planned in tensors.items():
-                tensor = planned.read().to(planned.dtype).contiguous()
-                if tuple(tensor.shape) != planned.shape:
-                    raise ValueError(f"'{name}' changed its shape while it was read")
-                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-                if on_bytes is not None:
-                    on_bytes(planned.nbytes)
-            file.flush()
+        yield partial
+        with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:

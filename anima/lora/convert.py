@@ -19,7 +19,7 @@ from ..convert import DTYPES, planned_tensors
 from ..errors import InputError
 from ..text.qwen3 import qwen3_shapes
 from .arithmetic import Module, patched_weight
-from .files import LoraFile, parse_lora_argument, read_lora, report, sort_for
+from .files import LoraFile, module_weights, parse_lora_argument, read_lora, report, sort_for
 from .mapping import SortedLora, sort_lora
 from .names import NameTable, dit_names, flatten, text_encoder_names
 
@@ -122,11 +122,7 @@ def merge_loras(
     """
     plan = plan_dit(dit)
     tensors = planned_tensors(plan, DTYPES[dtype] if dtype else None)
-    weights = {
-        n.removesuffix(".weight"): torch.empty(t.shape, device="meta")
-        for n, t in tensors.items()
-        if n.endswith(".weight")
-    }
+    weights = module_weights(tensors)
     reports, changes = [], []
     for argument in loras:
         path, strength = parse_lora_argument(argument)

@@ -6,18 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..checkpoint.header import read_header
 from ..checkpoint.kinds import identify
+from ..checkpoint.writer import Planned
 from ..errors import CheckpointError, InputError, shorten
 from .arithmetic import Module, patched_weight
 from .blocks import remap_blocks
 from .mapping import SortedLora, check_lora, shape_problem, sort_lora
 from .names import dit_names, text_encoder_names
+
+Weight = TypeVar("Weight")
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,14 @@ def read_lora(path: str | PathLike[str]) -> LoraFile:
 
 def sort_for(
     lora: LoraFile,
-    dit: Mapping[str, Tensor],
-    text: Mapping[str, Tensor],
+    dit: Mapping[str, Tensor | Planned],
+    text: Mapping[str, Tensor | Planned],
     remap: Mapping[int, list[int]] | None = None,
 ) -> tuple[SortedLora, list[str]]:
     """Assign a file's tensors to modules, and leave out what does not fit.
 
     Args:
-        dit, text: Module path -> weight of the models.
+        dit, text: Module path -> weight of the models, of which only the shape is looked at.
         remap: The LoRA's block -> the model's blocks, for a model of another depth.
 
     Returns:
@@ -94,9 +97,13 @@ def report(lora: LoraFile, applied: SortedLora, problems: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def module_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Module path -> weight."""
-    return {n.removesuffix(".weight"): p for n, p in model.named_parameters() if n.endswith(".weight")}
+def module_weights(tensors: Mapping[str, Weight], root: str = "") -> dict[str, Weight]:
+    """Module path below `root` -> its weight, of a model's named tensors."""
+    return {
+        name[len(root) : -len(".weight")]: tensor
+        for name, tensor in tensors.items()
+        if name.startswith(root) and name.endswith(".weight")
+    }
 
 
 @torch.no_grad()
@@ -131,7 +138,8 @@ def apply_files(
     for argument in arguments:
         path, strength = parse_lora_argument(argument)
         lora = read_lora(path)
-        applied, problems = sort_for(lora, module_weights(transformer), module_weights(text_encoder))
+        dit, text = (module_weights(dict(model.named_parameters())) for model in (transformer, text_encoder))
+        applied, problems = sort_for(lora, dit, text)
         apply_to_modules(transformer, applied.dit, strength)
         apply_to_modules(text_encoder, applied.text, strength)
         say(report(lora, applied, problems))
