@@ -97,6 +97,10 @@ def _add_batch(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--device", default="cpu", help="cpu, cuda, mps, ...")
     command.add_argument("--ray", metavar="ADDRESS", help="run on a Ray cluster: its address, auto, or local")
     command.add_argument("--workers", type=int, default=1, help="actors on the cluster, each with its own model")
+    command.add_argument(
+        "--batch-size", type=int, default=1, help="pictures made together; above 1 the last bits may differ"
+    )
+    command.add_argument("--shards", type=int, metavar="N", help="also pack the pictures into WebDataset shards of N")
     command.set_defaults(run=_batch)
 
 
@@ -105,6 +109,7 @@ def _batch(args: argparse.Namespace) -> int:
 
     from .batch.jobs import read_jobs
     from .batch.run import FAILURES, run_batch
+    from .batch.shards import pack_shards
     from .batch.worker import Models
 
     jobs = read_jobs(args.jobs)
@@ -118,7 +123,18 @@ def _batch(args: argparse.Namespace) -> int:
             bar.set_postfix(failures=failed, per_minute=f"{60 * (bar.format_dict['rate'] or 0):.1f}")
             bar.update()
 
-        summary = run_batch(jobs, models, args.out, ray_address=args.ray, workers=args.workers, on_row=on_row)
+        summary = run_batch(
+            jobs,
+            models,
+            args.out,
+            ray_address=args.ray,
+            workers=args.workers,
+            batch_size=args.batch_size,
+            on_row=on_row,
+        )
+    if args.shards:
+        for shard in pack_shards(args.out, args.shards):
+            print(shard)
     print(f"{summary.made} made, {summary.there_already} were there already, {len(summary.failures)} failed")
     for row in summary.failures[:10]:
         print(f"{row['id']}: {str(row['error']).splitlines()[0]}", file=sys.stderr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -118,6 +118,12 @@ def local_path(path: FilePath) -> FilePath:
         ) from error  # fmt: skip
 
 
+def _together(contexts: list[Tensor], dim: int) -> Tensor:
+    """Concatenate contexts (..., N, C), each with zero rows up to the longest."""
+    longest = max(context.shape[-2] for context in contexts)
+    return torch.cat([F.pad(context, (0, 0, 0, longest - context.shape[-2])) for context in contexts], dim)
+
+
 @dataclass
 class Pipeline:
     """The loaded parts. The text encoder computes in float32, as in ComfyUI.
@@ -195,7 +201,7 @@ class Pipeline:
     @torch.inference_mode()
     def sample(
         self,
-        request: Request,
+        request: Request | Sequence[Request],
         init: Tensor | None = None,
         mask: Tensor | None = None,
         on_step: Callable[[int, int], None] | None = None,
@@ -204,7 +210,7 @@ class Pipeline:
         """Make latents.
 
         Args:
-            request: What to make.
+            request: What to make; several requests that differ in prompt, negative and seed run as one batch.
             init: Normalised latents (1 or B, 16, h, w) to start from, for image-to-image and inpainting.
             mask: (1, 1, h, w), 1 where the picture may change.
             on_step: Called with the step just done and their number.
@@ -212,13 +218,17 @@ class Pipeline:
         Returns:
             Normalised latents (B, 16, h, w), float32.
         """
+        requests = [request] if isinstance(request, Request) else request
+        request = requests[0]
         request.check()
-        context = self._context(request, trace)
-        shape = (request.batch, LATENT_CHANNELS, request.height // SPATIAL_FACTOR, request.width // SPATIAL_FACTOR)
+        context = _together([self.context(r, trace).repeat_interleave(r.batch, dim=1) for r in requests], dim=1)
+        size = (LATENT_CHANNELS, request.height // SPATIAL_FACTOR, request.width // SPATIAL_FACTOR)
         sigmas = simple_schedule(request.steps, request.shift, request.denoise).to(self.device)
         trace("sigmas", sigmas)
-        noise = seeded_noise(shape, request.seed).to(self.device)
-        clean = torch.zeros_like(noise) if init is None else init.to(noise).expand(shape)
+        noises = [seeded_noise((r.batch, *size), r.seed).to(self.device) for r in requests]
+        noise = torch.cat(noises)
+        step_noises = [step_noise(like, r.seed) for like, r in zip(noises, requests, strict=True)]
+        clean = torch.zeros_like(noise) if init is None else init.to(noise).expand_as(noise)
         x = sigmas[0] * noise + (1 - sigmas[0]) * clean
 
         def denoise(x: Tensor, sigma: Tensor) -> Tensor:
@@ -236,25 +246,20 @@ class Pipeline:
         mask = None if mask is None else mask.to(noise)
         with self._working(self.transformer):
             sampler = SAMPLERS[request.sampler]
-            x = sampler(denoise, x, sigmas, step_noise(noise, request.seed), step, request.shift)
+            x = sampler(denoise, x, sigmas, lambda: torch.cat([draw() for draw in step_noises]), step, request.shift)
         trace("latent", x)
         return x
 
-    def _context(self, request: Request, trace: Trace) -> Tensor:
-        """Negative and positive contexts, (1 or 2, N, C); the negative first, as ComfyUI batches them."""
-        positive = self.encode(request.prompt, trace)
-        if request.cfg == 1.0:
-            return positive
-        negative = self.encode(request.negative)
-        longest = max(positive.shape[1], negative.shape[1])
-        return torch.cat([F.pad(c, (0, 0, 0, longest - c.shape[1])) for c in (negative, positive)])
+    def context(self, request: Request, trace: Trace = _no_trace) -> Tensor:
+        """Negative and positive context, (1 or 2, 1, N, C); the negative first, as ComfyUI batches them."""
+        positive = self.encode(request.prompt, trace)[None]
+        return positive if request.cfg == 1.0 else _together([self.encode(request.negative)[None], positive], dim=0)
 
     def _guided(self, x: Tensor, sigma: Tensor, context: Tensor, cfg: float) -> Tensor:
-        """Clean prediction under classifier-free guidance. x: (B, 16, h, w)."""
+        """Clean prediction under classifier-free guidance. x: (B, 16, h, w), context: (1 or 2, B, N, C)."""
         chunks = context.shape[0]
         batch = torch.cat([x] * chunks).to(self.dtype)
-        rows = context.repeat_interleave(x.shape[0], dim=0)
-        velocity = self.transformer(batch, sigma.expand(batch.shape[0]), rows).float()
+        velocity = self.transformer(batch, sigma.expand(batch.shape[0]), context.flatten(0, 1)).float()
         predictions = (torch.cat([x] * chunks) - velocity * sigma).chunk(chunks)
         if chunks == 1:
             return predictions[0]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import base64
 import html
-import json
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
-from .run import MANIFEST
+from .run import rows_of
 
 LABEL = 34
 _PAGE = """<!doctype html><meta charset="utf-8"><title>Anima gallery</title>
@@ -33,16 +31,6 @@ document.getElementById("filter").addEventListener("input", show);
 show();
 </script>
 """
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """The manifest of a batch's folder."""
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise InputError(
-            "There is no batch in this folder.", file=folder, expected=f"a {MANIFEST}", fix="Run anima batch first."
-        )
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def label_of(job: dict[str, Any]) -> str:

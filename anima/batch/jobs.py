@@ -7,8 +7,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,24 @@ def request_of(job: Job) -> Request:
 
 def job_id(job: Job) -> str:
     """16 hex digits that name a job by what it makes, whatever its place in the file."""
-    full = {f.name: f.default for f in fields(Request) if f.default is not MISSING} | {"loras": []} | job
-    return hashlib.sha256(json.dumps(full, sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(_complete(job), sort_keys=True, ensure_ascii=False).encode()).hexdigest()[:16]
+
+
+def _complete(job: Job) -> Job:
+    return {f.name: f.default for f in fields(Request) if f.default is not MISSING} | {"loras": []} | job
+
+
+def in_batches(jobs: Iterable[Job], size: int) -> Iterator[list[Job]]:
+    """Neighbours that can run as one batch, at most `size` together."""
+    for _, alike in groupby(jobs, key=batch_key):
+        while batch := list(islice(alike, size)):
+            yield batch
+
+
+def batch_key(job: Job) -> str:
+    """Equal for jobs that may differ in prompt, negative and seed only; their order puts jobs of one LoRA together."""
+    full = _complete(job)
+    return json.dumps([full.pop("loras"), {k: v for k, v in full.items() if k not in ("prompt", "negative", "seed")}])
 
 
 def read_jobs(path: Path, defaults: Job | None = None) -> JobList:

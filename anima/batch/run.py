@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..errors import MissingPackageError
-from .jobs import JobList, job_id
+from ..errors import InputError, MissingPackageError
+from .jobs import JobList, batch_key, in_batches, job_id
 from .worker import Models, RayWorker, Worker
 
 MANIFEST, FAILURES = "manifest.jsonl", "failures.jsonl"
@@ -59,6 +59,16 @@ class Manifest:
         self.done.add(row["id"])
 
 
+def rows_of(folder: Path) -> list[Row]:
+    """The manifest of a batch's folder."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise InputError(
+            "There is no batch in this folder.", file=folder, expected=f"a {MANIFEST}", fix="Run anima batch first."
+        )
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def append(path: Path, row: Row) -> None:
     """Add a JSON line and wait until it is on disk."""
     with path.open("ab") as file:
@@ -68,7 +78,7 @@ def append(path: Path, row: Row) -> None:
 
 
 def run_batch(
-    jobs: JobList, models: Models, out: Path, *, ray_address: str | None = None, workers: int = 1,
+    jobs: JobList, models: Models, out: Path, *, ray_address: str | None = None, workers: int = 1, batch_size: int = 1,
     on_row: Callable[[Row], None] | None = None,
 ) -> Summary:  # fmt: skip
     """Make what is missing.
@@ -77,17 +87,21 @@ def run_batch(
         out: Folder of the pictures, the manifest and the list of failures.
         ray_address: Address of a Ray cluster, or `auto`, or `local` for one on this machine; None runs here.
         workers: Actors on the cluster, each with its own copy of the model.
+        batch_size: Pictures made together, of jobs that differ in prompt, negative and seed only. Above 1 the pictures
+            may differ in rounding from those made one by one.
         on_row: Called with each row of the manifest or of the failures as it comes.
     """
     manifest = Manifest(out)
     (out / FAILURES).unlink(missing_ok=True)
     summary = Summary()
-    rows = (
-        _here(jobs, models, out, manifest)
-        if ray_address is None
-        else _on_ray(jobs, models, out, manifest, ray_address, workers)
-    )
     summary.there_already = len(manifest.done)
+    missing = [index for index, job in enumerate(jobs) if job_id(job) not in manifest.done]
+    missing.sort(key=lambda index: batch_key(jobs[index]))
+    rows = (
+        _here(jobs, missing, models, out, batch_size)
+        if ray_address is None
+        else _on_ray(jobs, missing, models, out, batch_size, ray_address, workers)
+    )
     for row in rows:
         if "error" in row:
             append(out / FAILURES, row)
@@ -100,19 +114,19 @@ def run_batch(
     return summary
 
 
-def _here(jobs: JobList, models: Models, out: Path, manifest: Manifest) -> Iterator[Row]:
+def _here(jobs: JobList, missing: list[int], models: Models, out: Path, batch_size: int) -> Iterator[Row]:
     worker = Worker(models, out)
-    for job in jobs:
-        if job_id(job) not in manifest.done:
-            yield worker.attempt(job)
+    for batch in in_batches((jobs[index] for index in missing), batch_size):
+        yield from worker.attempt(batch)
 
 
-def _on_ray(jobs: JobList, models: Models, out: Path, manifest: Manifest, address: str, workers: int) -> Iterable[Row]:
+def _on_ray(
+    jobs: JobList, missing: list[int], models: Models, out: Path, batch_size: int, address: str, workers: int
+) -> Iterator[Row]:
     try:
         import ray
     except ImportError as error:
         raise MissingPackageError("ray[data]", "Running a batch on a cluster") from error
-    missing = [index for index, job in enumerate(jobs) if job_id(job) not in manifest.done]
     if not missing:
         return
     ours = not ray.is_initialized()
@@ -124,7 +138,7 @@ def _on_ray(jobs: JobList, models: Models, out: Path, manifest: Manifest, addres
     rows = (
         ray.data.from_items([{"index": index} for index in missing], override_num_blocks=min(len(missing), workers * 16))
         .map_batches(
-            RayWorker, fn_constructor_args=(models, str(out.resolve()), jobs), batch_size=1, concurrency=workers,
+            RayWorker, fn_constructor_args=(models, str(out.resolve()), jobs), batch_size=batch_size, concurrency=workers,
             num_gpus=gpus, num_cpus=1,
         )
         .iter_rows()

@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..convert import DTYPES
 from ..lora.files import apply_files, parse_lora_argument
 from ..metadata import parameters_text, reproducing_graph, save_png
-from ..pipeline import Pipeline
-from .jobs import Job, job_id, request_of
+from ..pipeline import Pipeline, Request
+from .jobs import Job, in_batches, job_id, request_of
 
 PROMPTS_KEPT = 256
 
@@ -56,38 +57,48 @@ class Worker:
             self._pipelines[loras] = pipeline
         return self._pipelines[loras]
 
-    def make(self, job: Job) -> dict[str, Any]:
-        """Make one picture.
+    def make(self, jobs: list[Job]) -> list[dict[str, Any]]:
+        """Make the pictures of jobs that differ in prompt, negative and seed only, as one batch.
 
         Returns:
-            The manifest's row: id, file, sha256 of the file, seconds, job.
+            The manifest's rows: id, file, sha256 of the file, seconds (each picture's share of the batch), job.
         """
         start = time.perf_counter()
-        request = request_of(job)
-        request.check()
-        loras = tuple(job.get("loras", ()))
+        loras = tuple(jobs[0].get("loras", ()))
+        requests = [request_of(job) for job in jobs]
+        for request in requests:
+            request.check()
         pipeline = self._pipeline(loras)
-        image = pipeline.decode(pipeline.sample(replace(request, batch=1)))[0]
+        if (
+            len({pipeline.context(request).shape for request in requests}) > 1
+        ):  # zero rows would change the shorter ones
+            return [row for job in jobs for row in self.make([job])]
+        images = pipeline.decode(pipeline.sample(requests))
+        share = (time.perf_counter() - start) / len(jobs)
+        return [self._save(*made, share) for made in zip(jobs, requests, images, strict=True)]
+
+    def _save(self, job: Job, request: Request, image: Tensor, seconds: float) -> dict[str, Any]:
+        start = time.perf_counter()
         dit, text_encoder, vae = (Path(p).name for p in (self.models.dit, self.models.text_encoder, self.models.vae))
-        used = [(Path(path).name, strength) for path, strength in map(parse_lora_argument, loras)]
-        id = job_id(job)
-        path = self.out / f"{id}.png"
+        used = [(Path(path).name, strength) for path, strength in map(parse_lora_argument, job.get("loras", ()))]
+        path = self.out / f"{job_id(job)}.png"
         save_png(image, path, reproducing_graph(request, dit, text_encoder, vae, used), parameters_text(request, dit))
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
         return {
-            "id": id,
+            "id": path.stem,
             "file": path.name,
-            "sha256": digest,
-            "seconds": round(time.perf_counter() - start, 3),
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "seconds": round(seconds + time.perf_counter() - start, 3),
             "job": job,
         }
 
-    def attempt(self, job: Job) -> dict[str, Any]:
-        """`make`, or a row with the error: one job's failure must not end the others."""
+    def attempt(self, jobs: list[Job]) -> list[dict[str, Any]]:
+        """`make`, or rows with the error: one job's failure must not end the others."""
         try:
-            return self.make(job)
+            return self.make(jobs)
         except Exception as error:
-            return {"id": job_id(job), "error": str(error), "job": job}
+            if len(jobs) > 1:
+                return [row for job in jobs for row in self.attempt([job])]
+            return [{"id": job_id(jobs[0]), "error": str(error), "job": jobs[0]}]
 
 
 class RayWorker:
@@ -99,5 +110,6 @@ class RayWorker:
         self.worker, self.jobs = Worker(models, Path(out)), jobs
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
-        rows = (self.worker.attempt(self.jobs[index]) for index in batch["index"].tolist())
+        jobs = [self.jobs[index] for index in batch["index"].tolist()]
+        rows = [row for alike in in_batches(jobs, len(jobs)) for row in self.worker.attempt(alike)]
         return {"row": [json.dumps(row, ensure_ascii=False) for row in rows]}

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
+import torch
 from host import REPO
 from PIL import Image
+from safetensors.torch import save_file
 
 from anima.batch.grid import contact_sheet, gallery
 from anima.batch.jobs import JobList, job_id, read_jobs
-from anima.batch.run import FAILURES, MANIFEST, Manifest, run_batch
+from anima.batch.run import FAILURES, MANIFEST, Manifest, rows_of, run_batch
+from anima.batch.shards import pack_shards
 from anima.batch.worker import Models
 from anima.cli import main
 from anima.errors import InputError
@@ -163,6 +169,56 @@ def test_contact_sheet_and_gallery(models: Models, tmp_path: Path, capsys: pytes
     assert page.count("<figure ") == 6 and page.count("data:image/png;base64,") == 6 and "http" not in page
     assert main(["grid", str(tmp_path / "nowhere"), "--out", str(tmp_path / "x.html")]) == 1
     assert "no batch in this folder" in capsys.readouterr().err
+
+
+def test_jobs_of_one_lora_come_together(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix whose strength changes fastest loads each model once."""
+    loads = []
+    load = Models.load
+    monkeypatch.setattr(Models, "load", lambda self: loads.append(1) or load(self))
+    rng = torch.Generator().manual_seed(0)
+    width = tiny.CONFIG.model_dim
+    factors = {f"diffusion_model.blocks.0.self_attn.q_proj.lora_{k}.weight": torch.randn(shape, generator=rng)
+               for k, shape in (("A", (2, width)), ("B", (width, 2)))}  # fmt: skip
+    save_file(factors, tmp_path / "l.safetensors")
+    axes = {"seed": range(3), "strength": [0.5, 1.0]}
+    row = SMALL | {"prompt": "a", "loras": [f"{tmp_path / 'l.safetensors'}:{{strength}}"]}
+    summary = run_batch(JobList([row], axes), models, tmp_path / "out")
+    assert (summary.made, summary.failures, len(loads)) == (6, [], 2)
+
+
+def test_batches_make_the_same_pictures(models: Models, tmp_path: Path) -> None:
+    """Prompts of different lengths, samplers with noise, guidance: one batch of four equals four of one, but for rounding."""
+    rows = [
+        SMALL | {"prompt": p, "sampler": "er_sde", "steps": 3, "cfg": 3.0, "negative": n}
+        for p, n in (("a", ""), ("red circle " * 300, ""), ("blue", "dog"), ("green", ""), ("x", "y"))
+    ]
+    run_batch(JobList(rows, {"seed": range(2)}), models, tmp_path / "one")
+    run_batch(JobList(rows, {"seed": range(2)}), models, tmp_path / "four", batch_size=4)
+    files = sorted(content(tmp_path / "one"))
+    assert files == sorted(content(tmp_path / "four")) and len(files) == 10
+    for file in files:
+        one, four = (np.asarray(Image.open(tmp_path / run / file)).astype(int) for run in ("one", "four"))
+        assert np.abs(one - four).max() <= 1 and one.std() > 1
+
+
+def test_shards_are_webdatasets_and_grow(models: Models, tmp_path: Path) -> None:
+    run_batch(jobs(6), models, tmp_path)
+    shards = list(pack_shards(tmp_path, 4))
+    full = shards[0].stat().st_mtime_ns
+    assert [path.name for path in shards] == ["00000.tar", "00001.tar"]
+    run_batch(jobs(8), models, tmp_path)
+    shards = list(pack_shards(tmp_path, 4))
+    assert shards[0].stat().st_mtime_ns == full
+    found = {}
+    for shard in shards:
+        with tarfile.open(shard) as tar:
+            found |= {name: tar.extractfile(name).read() for name in tar.getnames()}
+    for row in rows_of(tmp_path):
+        assert hashlib.sha256(found.pop(row["file"])).hexdigest() == row["sha256"]
+        assert json.loads(found.pop(f"{row['id']}.json")) == row
+        assert found.pop(f"{row['id']}.txt").decode() == row["job"]["prompt"]
+    assert not found
 
 
 def test_ray_makes_the_same_pictures(models: Models, tmp_path: Path) -> None:
