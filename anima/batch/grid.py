@@ -35,7 +35,7 @@ show();
 
 def label_of(job: dict[str, Any]) -> str:
     """What tells a job from the others, in one line."""
-    rest = " ".join(f"{key} {value}" for key, value in job.items() if key not in ("prompt", "negative"))
+    rest = " ".join(f"{key}={value}" for key, value in job.items() if key not in ("prompt", "negative"))
     return f"{job['prompt']} | {rest}"
 
 

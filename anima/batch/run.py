@@ -51,12 +51,13 @@ class Manifest:
         for line in whole.splitlines():
             yield json.loads(line)
 
-    def add(self, row: Row) -> None:
-        """Write a row down, unless its picture has one."""
+    def add(self, row: Row) -> bool:
+        """Write a row down, unless its picture has one; whether it was written."""
         if row["id"] in self.done:
-            return
+            return False
         append(self.path, row)
         self.done.add(row["id"])
+        return True
 
 
 def rows_of(folder: Path) -> list[Row]:
@@ -107,8 +108,7 @@ def run_batch(
             append(out / FAILURES, row)
             summary.failures.append(row)
         else:
-            manifest.add(row)
-            summary.made += 1
+            summary.made += manifest.add(row)
         if on_row is not None:
             on_row(row)
     return summary

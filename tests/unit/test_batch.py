@@ -6,15 +6,16 @@ import hashlib
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tarfile
 import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import tiny
 import torch
@@ -132,32 +133,68 @@ def test_a_cut_line_is_taken_away(tmp_path: Path) -> None:
     assert [json.loads(line)["id"] for line in (tmp_path / MANIFEST).read_text().splitlines()] == ["a", "b"]
 
 
-def test_killed_runs_lose_and_double_nothing(models: Models, tmp_path: Path) -> None:
-    """Ten kills at random moments of the driver; then the files are those of an undisturbed run."""
-    file, out = tmp_path / "j.yaml", tmp_path / "out"
-    file.write_text(f"prompt: circle\nwidth: 32\nheight: 32\nsteps: 1\ncfg: 1\nmatrix: {{seed: 0-{KILLS * 6}}}\n")
-    undisturbed = tmp_path / "undisturbed"
-    run_batch(read_jobs(file), models, undisturbed)
-    command = [sys.executable, "-m", "anima", "batch", str(file), "--out", str(out), *arguments(models)]
+def batch_command(models: Models, file: Path, out: Path, *options: str) -> Callable[[], subprocess.Popen[bytes]]:
+    """Starts `anima batch` in a process of its own."""
+    command = [sys.executable, "-m", "anima", "batch", str(file), "--out", str(out), *arguments(models), *options]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
-    rng = random.Random(1)
-    for _ in range(KILLS):
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path
-        )
-        deadline = time.monotonic() + 60
-        before = len(list(out.glob("*.png"))) if out.exists() else 0
-        while time.monotonic() < deadline and process.poll() is None:
-            if out.exists() and len(list(out.glob("*.png"))) > before + rng.randint(0, 3):
-                break
-            time.sleep(rng.random() * 0.02)
-        process.send_signal(signal.SIGKILL)
+    return lambda: subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=file.parent
+    )
+
+
+def wait_for_pictures(out: Path, count: int, process: subprocess.Popen[bytes], rng: random.Random) -> None:
+    """Wait until there are this many pictures or the process has ended, and then a random moment."""
+    deadline = time.monotonic() + 120
+    while process.poll() is None and len(list(out.glob("*.png"))) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    time.sleep(rng.random() * 0.02)
+
+
+def seeds(file: Path, count: int) -> JobList:
+    file.write_text(f"prompt: circle\nwidth: 32\nheight: 32\nsteps: 1\ncfg: 1\nmatrix: {{seed: 1-{count}}}\n")
+    return read_jobs(file)
+
+
+def test_killed_drivers_lose_and_double_nothing(models: Models, tmp_path: Path) -> None:
+    """Fifteen kills of the driver at random moments; then the files are those of an undisturbed run."""
+    kills, rng = 15, random.Random(1)
+    file, out = tmp_path / "j.yaml", tmp_path / "out"
+    run_batch(seeds(file, kills * 5), models, tmp_path / "undisturbed")
+    start = batch_command(models, file, out)
+    for _ in range(kills):
+        process = start()
+        wait_for_pictures(out, len(list(out.glob("*.png"))) + rng.randint(1, 4), process, rng)
+        assert process.poll() is None, "ended before it was killed"
+        process.kill()
         process.wait()
-    subprocess.run(command, check=True, env=environment, capture_output=True, cwd=tmp_path)
-    assert content(out) == content(undisturbed) and not list(out.glob("*.partial"))
+    assert start().wait(timeout=120) == 0
+    assert content(out) == content(tmp_path / "undisturbed") and not list(out.glob("*.partial"))
 
 
-KILLS = 10
+@pytest.mark.parametrize("kills", [3, pytest.param(15, marks=pytest.mark.slow)])
+def test_killed_ray_workers_lose_and_double_nothing(models: Models, tmp_path: Path, kills: int) -> None:
+    """Kills of Ray actors at random moments, and one of the driver in between."""
+    pytest.importorskip("ray")
+    rng = random.Random(2)
+    file, out = tmp_path / "j.yaml", tmp_path / "out"
+    run_batch(seeds(file, kills * 40), models, tmp_path / "undisturbed")
+    start = batch_command(models, file, out, "--ray", "local", "--workers", "2")
+    process = start()
+    for kill in range(kills):
+        actors: list[psutil.Process] = []
+        while not actors:
+            wait_for_pictures(out, len(list(out.glob("*.png"))) + rng.randint(1, 20), process, rng)
+            assert process.poll() is None, f"ended after {kill} kills"
+            family = psutil.Process(process.pid).children(recursive=True)
+            actors = [p for p in family if "MapWorker" in p.name()]
+        rng.choice(actors).kill()
+        if kill == kills // 2:
+            process.kill()
+            process.wait()
+            process = start()
+    assert process.wait(timeout=300) == 0
+    assert content(out) == content(tmp_path / "undisturbed") and not list(out.glob("*.partial"))
 
 
 def test_contact_sheet_and_gallery(models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
